@@ -57,9 +57,9 @@ HOOKS = (
     "verl.ext.critic_apart", "verl.ext.rank_calls", "verl.ext.speed", "verl.ext.turn_times",
     "verl.ext.staleness", "verl.ext.host_memory", "verl.ext.guard", "verl.trainer.validate",
     "verl.ext.reward_stages", "verl.ext.sibling", "verl.ext.teacher", "verl.ext.record",
-    "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.ext.early_end",
-    "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping", "verl.trainer.progress",
-    "verl.ext.steady",
+    "verl.trainer.export", "verl.ext.lora", "verl.ext.canary", "verl.ext.retention",
+    "verl.ext.early_end", "verl.trainer.checkpoints", "verl.ext.trace", "verl.ext.stopping",
+    "verl.trainer.progress", "verl.ext.steady",
 )  # fmt: skip
 """`hook(parts)` returns a hook of the run, or None. What adds metrics comes before what keeps the
 step's state, and what ends a run after it."""

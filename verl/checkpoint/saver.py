@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, how it is written, and which checkpoints are kept.
+"""When a run saves a checkpoint, and how it is written.
 
 All ranks write their shards, in the background where memory allows; the checkpoint appears
 when the last rank has finished. The driver adds a `RunState`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from verl.checkpoint import folders
 from verl.checkpoint.folders import PendingCheckpoint, RunState, discard
 from verl.config import TrainerConfig
-from verl.errors import ModelError, SaveError, UserError
+from verl.errors import SaveError, UserError
 from verl.training.checkpoint_files import write_driver_random
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ class Watcher(Protocol):
     def on_saving(self, step: int) -> Mapping[str, Any]:
         """Called before a checkpoint is written; returns the entries of its state to replace."""
         return {}
+
+    def on_saved(self, step: int) -> None:
+        """Called with the step of a checkpoint that is complete."""
+        return
 
     def drop_pending(self, step: int) -> None:
         """Called with the step of a checkpoint that was deleted or could not be written."""
@@ -93,9 +97,8 @@ class SavePlan:
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of one run below `root`, and deletes those no longer needed."""
+    """Writes the checkpoints of one run below `root`."""
 
-    config: TrainerConfig
     root: Path
     ranks: Ranks
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -191,7 +194,8 @@ class Saver:
         self._num_failures = 0
         self.last_step = folders.step_of(folder)
         logger.info("saved %s", folder)
-        self.prune()
+        for watcher in self.watchers:
+            watcher.on_saved(self.last_step)
 
     def _handle_failure(
         self, step: int, pending: PendingCheckpoint | None, error: Exception, is_final: bool
@@ -199,7 +203,7 @@ class Saver:
         """Log that a checkpoint could not be written; raises SaveError if this ends the run."""
         if pending is not None:
             discard(pending)
-        self._tell_lost(step)
+        self.tell_lost(step)
         self._num_failures += 1
         last = folders.latest(self.root)
         previous = f"the last one is {last}" if last else "there is none before it"
@@ -211,23 +215,8 @@ class Saver:
             raise SaveError(text) from error
         logger.error("%s; the run continues", text)
 
-    def prune(self) -> None:
-        """Delete the checkpoints that no option asks to keep; see `checkpoints_to_keep`."""
-        if self.config.keep_last is None:
-            return
-        complete, keep_best = folders.all_complete(self.root), self.config.keep_best
-        protected = {step for watcher in self.watchers for step in watcher.protected_steps}
-        kept = checkpoints_to_keep(complete, self.config.keep_last, keep_best, protected)
-        for step_dir in complete:
-            if step_dir not in kept:
-                logger.info("%s is no longer needed: removed", step_dir)
-                self._tell_lost(folders.step_of(step_dir))
-                try:
-                    folders.remove(step_dir)
-                except OSError as error:  # must not count as a failed write of the new checkpoint
-                    logger.warning("%s could not be removed: %s", step_dir, error)
-
-    def _tell_lost(self, step: int) -> None:
+    def tell_lost(self, step: int) -> None:
+        """Tell who watches that there is no checkpoint of `step`."""
         for watcher in self.watchers:
             watcher.drop_pending(step)
 
@@ -237,30 +226,6 @@ class Saver:
             self.finish_pending(is_final=True, timeout_s=timeout_s)
         except UserError as error:
             logger.error("%s", error)
-
-
-def checkpoints_to_keep(
-    complete: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
-) -> set[Path]:
-    """Return the checkpoints among `complete` (oldest first) that must not be deleted.
-
-    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, and
-    those of the `protected` steps.
-    """
-    scores = {path: _score(path) for path in complete}
-    scored = [path for path in complete if scores[path] is not None]
-    best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
-    needed = [path for path in complete if folders.step_of(path) in protected]
-    return {*complete[-max(keep_last, 1) :], *best[:keep_best], *needed}
-
-
-def _score(step_dir: Path) -> float | None:
-    """Return the validation score of a checkpoint; None if it has none or its state is damaged."""
-    try:
-        return RunState.read(step_dir).score
-    except ModelError as error:
-        logger.warning("%s", error)
-        return None
 
 
 def _run_in_background(work: Callable[[], Path]) -> Future[Path]:

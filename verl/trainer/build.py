@@ -119,7 +119,7 @@ class Parts:
     @cached_property
     def saver(self) -> Saver:
         """Writes the run's checkpoints."""
-        return Saver(self.config.trainer, self.directory, self.ranks, self.inputs.record)
+        return Saver(self.directory, self.ranks, self.inputs.record)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:

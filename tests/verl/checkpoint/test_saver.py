@@ -1,50 +1,16 @@
-"""When checkpoints are due, which are kept, and what happens after a failed write."""
+"""When checkpoints are due, and what happens after a failed write."""
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.verl.checkpoint.slow_ranks import SlowRanks, Watching, names, state
 from verl.checkpoint import folders
-from verl.checkpoint.folders import PendingCheckpoint, RunState
+from verl.checkpoint.folders import PendingCheckpoint
 from verl.checkpoint.saver import SavePlan, Saver
 from verl.config import TrainerConfig
 from verl.errors import SaveError
-from verl.ext.guard import HEALTHY, HealthyMarks
-
-
-class SlowRanks:
-    """Ranks whose background write ends when `go_on` is set, and may fail."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-        self.problem = ""
-        self.can_copy = True
-        self.is_writing = False
-        self.calls: list[str] = []
-
-    def save_checkpoint(self, directory: Path) -> None:
-        self.calls.append("save")
-        self._raise()
-
-    def can_copy_checkpoint(self) -> bool:
-        return self.can_copy
-
-    def start_checkpoint(self, directory: Path) -> None:
-        assert not self.is_writing, "two writes overlap"
-        self.is_writing = True
-        self.calls.append("start")
-
-    def finish_checkpoint(self) -> None:
-        assert self.go_on.wait(60)
-        self.is_writing = False
-        self._raise()
-
-    def _raise(self) -> None:
-        if self.problem:
-            raise SaveError(self.problem)
 
 
 @pytest.fixture
@@ -54,15 +20,7 @@ def ranks() -> SlowRanks:
 
 @pytest.fixture
 def saver(tmp_path: Path, ranks: SlowRanks) -> Saver:
-    return Saver(TrainerConfig(), tmp_path, ranks)
-
-
-def state(step: int, score: float | None = None) -> RunState:
-    return RunState(step, {}, 0.0, score=score)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("global_step_*"))
+    return Saver(tmp_path, ranks)
 
 
 def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: SlowRanks) -> None:
@@ -87,20 +45,6 @@ def test_extra_files_are_written_with_the_ranks_shards(saver: Saver, ranks: Slow
     saver.save(state(2), wait=True, write_extra=lambda folder: (folder / "own").touch())
     listed = [(saver.root / name / folders.MARKER).read_text() for name in names(saver.root)]
     assert len(listed) == 2 and all('"own"' in text for text in listed)
-
-
-@dataclass
-class Watching:
-    """Protects the given steps, and remembers those that were lost."""
-
-    protected_steps: set[int] = field(default_factory=set)
-    lost: list[int] = field(default_factory=list)
-
-    def on_saving(self, step: int) -> dict[str, Any]:
-        return {}
-
-    def drop_pending(self, step: int) -> None:
-        self.lost.append(step)
 
 
 def test_a_write_does_not_keep_the_process_from_exiting(saver: Saver, ranks: SlowRanks) -> None:
@@ -128,7 +72,7 @@ def test_only_the_runs_own_checkpoint_is_not_written_again(
     folder: str, last_step: int | None, ranks: SlowRanks, tmp_path: Path
 ) -> None:
     """A run that resumes from another folder writes that step into its own folder."""
-    saver = Saver(TrainerConfig(), tmp_path / "b", ranks)
+    saver = Saver(tmp_path / "b", ranks)
     saver.root.mkdir()
     saver.record_resume(tmp_path / folder / "global_step_3")
     assert saver.last_step == last_step
@@ -206,37 +150,6 @@ def test_an_interrupted_write_leaves_nothing(
     assert names(saver.root) == []
 
 
-def fill(saver: Saver, ranks: SlowRanks, scores: list[float | None]) -> None:
-    ranks.go_on.set()
-    for step, score in enumerate(scores, 1):
-        saver.save(state(step, score), wait=True)
-
-
-def test_the_newest_and_the_best_are_kept(saver: Saver, ranks: SlowRanks) -> None:
-    """Of six checkpoints, the newest two and the best two stay; the later of equals is better."""
-    saver.config.keep_last, saver.config.keep_best = 2, 2
-    fill(saver, ranks, [0.5, 0.9, None, 0.5, 0.1, 0.2])
-    assert names(saver.root) == [f"global_step_{step}" for step in (2, 4, 5, 6)]
-
-
-def test_checkpoints_that_the_guard_needs_are_kept(saver: Saver, ranks: SlowRanks) -> None:
-    """The newest healthy one, and the steps that the guard protects, whatever `keep_last`."""
-    saver.config.keep_last, saver.config.keep_best = 1, 0
-    watching = Watching({3})
-    saver.watchers += [watching, HealthyMarks(saver.root)]
-    fill(saver, ranks, [None])
-    (saver.root / "global_step_1" / HEALTHY).touch()
-    fill(saver, ranks, [None])  # step 1 is written again without the mark: nothing is healthy now
-    watching.protected_steps = set()
-    for step in (2, 3):
-        saver.save(state(step), wait=True)
-        (saver.root / f"global_step_{step}" / HEALTHY).touch()
-    watching.protected_steps = {4}
-    for step in (4, 5, 6):
-        saver.save(state(step), wait=True)
-    assert names(saver.root) == [f"global_step_{step}" for step in (3, 4, 6)]
-
-
 def test_the_longest_save_is_timed(saver: Saver, ranks: SlowRanks) -> None:
     """Nothing is known of it before the first."""
     assert saver.longest_s == 0.0
@@ -244,12 +157,6 @@ def test_the_longest_save_is_timed(saver: Saver, ranks: SlowRanks) -> None:
     saver.save(state(1))
     saver.finish_pending()
     assert 0.0 < saver.longest_s < 30.0
-
-
-def test_all_are_kept_unless_asked_otherwise(saver: Saver, ranks: SlowRanks) -> None:
-    """`keep_last=null` deletes nothing."""
-    fill(saver, ranks, [None] * 4)
-    assert len(names(saver.root)) == 4
 
 
 def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
@@ -269,24 +176,6 @@ def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
     config.save_freq = -1
     assert plan.is_due(25)
     assert not plan.is_due(10)
-
-
-def test_a_failed_deletion_is_not_a_failed_write(
-    saver: Saver, ranks: SlowRanks, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    """A checkpoint that cannot be deleted is logged, and the run continues."""
-
-    def denied(step_dir: Path) -> None:
-        if step_dir.exists():
-            raise PermissionError(13, "Permission denied", str(step_dir))
-
-    saver.config.keep_last, saver.config.keep_best = 1, 0
-    monkeypatch.setattr(folders, "remove", denied)
-    fill(saver, ranks, [None] * 3)
-    assert names(saver.root) == [f"global_step_{step}" for step in (1, 2, 3)]
-    assert "global_step_1 could not be removed" in caplog.text
-    assert "could not be written" not in caplog.text
 
 
 def test_a_write_that_a_lost_rank_delays_is_reported_as_such(
