@@ -30,7 +30,7 @@ from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.trainer.build import Prompts, Supply
 from verl.trainer.collect import Measure, Samples, Source, select_for_training
-from verl.trainer.groups import StartUp, build_ranks
+from verl.trainer.groups import StartUp, start_building, start_ranks
 from verl.trainer.learn import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import reward_metrics, rollout_metrics
 from verl.trainer.ranks import TrainerRanks
@@ -168,7 +168,11 @@ class Recorded(Supply):
 
     def start(self, start_up: StartUp, updates: int) -> tuple[TrainerRanks, None]:
         """Start the ranks alone."""
-        return build_ranks(self.config, updates, start_up), None
+        started = start_ranks(self.config, start_up)
+        config, ranks = started.config, started.ranks
+        for wait in [start_building(ranks, group, config, updates) for group in ranks.groups]:
+            wait()
+        return ranks, None
 
 
 def supply(config: Config, build_reward: Callable[[Config], RewardManager]) -> Recorded | None:

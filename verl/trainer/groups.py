@@ -101,15 +101,6 @@ def start_ranks(config: Config, start_up: StartUp) -> StartedRanks:
     return StartedRanks(config, placements[plan.actor.group], engine_env, ranks)
 
 
-def build_ranks(config: Config, total_updates: int, start_up: StartUp) -> TrainerRanks:
-    """Build the training ranks of a run that trains on recorded trajectories, without engines."""
-    started = start_ranks(config, start_up)
-    config, ranks = started.config, started.ranks
-    for wait in [start_building(ranks, group, config, total_updates) for group in ranks.groups]:
-        wait()
-    return ranks
-
-
 def build_groups(
     config: Config,
     agent_factory: Callable[[Config], Agent],
