@@ -28,9 +28,10 @@ from example.tiny_policy import write_tiny_policy
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
+from verl.monitor.tracking import Tracking
+from verl.trainer import run
 from verl.trainer.collect import trajectory_seed
 from verl.trainer.loop import RayPPOTrainer
-from verl.trainer.run import built_trainer
 from verl.trainer.validate import VALIDATION_STREAM, Validation
 from verl.types import Prompt, Sampling, Trajectory, start_trajectory
 
@@ -122,7 +123,11 @@ def run_variant(
                 *options,
             ]
         )
-        with built_trainer(config) as trainer:
+        inputs = run.prepare(config)
+        with (
+            Tracking.from_config(inputs.config) as logger,
+            run.running_trainer(inputs, logger) as trainer,
+        ):
             trainer.fit()
             validation = next(hook for hook in trainer.hooks if isinstance(hook, Validation))
             trajectories = sampled_answers(trainer, validation.prompts)

@@ -179,14 +179,6 @@ def running_trainer(inputs: Inputs, logger: Logger, *starters: Starter) -> Itera
             ray.shutdown()
 
 
-@contextlib.contextmanager
-def built_trainer(config: Config) -> Iterator[RayPPOTrainer]:
-    """Check and build everything for one attempt; all processes end with the context."""
-    inputs = prepare(config)
-    with Tracking.from_config(inputs.config) as logger, running_trainer(inputs, logger) as trainer:
-        yield trainer
-
-
 def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     """Execute one run from beginning to end, with its output folders locked.
 
