@@ -12,11 +12,11 @@ import pytest
 
 from search_r1 import cli
 from tests.full_disk import files_up_to
+from verl.checkpoint.exporting import whole_folder
 from verl.errors import ConfigError
 from verl.ext.sft import trainer as sft
 from verl.files import LineWriter, atomic_write, exclusive_lock, is_file_error
 from verl.trainer import main_ppo
-from verl.training.weights import whole_folder
 
 
 @pytest.mark.parametrize("is_durable", [True, False])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from verl.checkpoint.folders import (
 )
 from verl.config.policy import EXPORTED
 from verl.errors import ConfigError, explain
+from verl.files import exclusive_lock
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.plugins import imported
 from verl.quantization import check_unquantized
@@ -30,7 +34,32 @@ from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_
 from verl.training.devices import DTYPES
 from verl.training.loading import load_causal_lm
 from verl.training.shards import RECORDS_FILE, read_records
-from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
+from verl.training.weights import SHARD_BYTES, copy_tokenizer, write_weights
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""Files by which a model folder is recognised: each folder written here has one of them."""
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path, option: str) -> Iterator[Path]:
+    """Yield a folder to write into, which replaces `out` when the body has succeeded.
+
+    Raises ConfigError, for the option `option` that named `out`, if `out` has content other than a
+    model, or another process is writing it.
+    """
+    out = out.absolute()
+    is_model = any((out / name).is_file() for name in MODEL_FILES)
+    if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):
+        got, fix = f"{out}, which has other content", "name another folder, or delete it"
+        raise ConfigError(explain(option, got, "a new folder, or a model's to replace", fix))
+    with exclusive_lock(out, option, lock=out.with_name(f".{out.name}.lock")):
+        part = out.with_name(out.name + ".tmp")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        yield part
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(part, out)
 
 
 def export(

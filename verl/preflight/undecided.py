@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config import Config
 from verl.config.policy import SELECTIVE
-from verl.training.roles import has_critic, shares_base
+from verl.training.roles import has_critic
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 REFERENCE = "actor_rollout_ref.ref.fsdp_config"
@@ -40,6 +40,13 @@ MEMORY_FOR_SPEED: dict[str, dict[bool | str, str]] = {
     f"{CRITIC}.reshard_each": {False: "the critic's weights and gradients stay whole in an update"},
 }
 """Options that use memory to save time, with their values and effects; both fastest first."""
+
+
+def shares_base(config: Config) -> bool:
+    """Return whether policy and critic train beside one frozen model, which is loaded once."""
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    is_same = critic.path in (None, policy.path) and not config.placement.is_apart("critic")
+    return policy.is_frozen and critic.is_frozen and is_same
 
 
 def with_options(config: Config, change: Mapping[str, Any]) -> Config:

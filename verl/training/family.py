@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.batch import TokenBatch
@@ -25,7 +25,7 @@ from verl.packing import share_prompts
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED
 from verl.training.mixers import mixers
-from verl.training.models import LogProbModel, PackedInputs, remove_noise, trunk_of
+from verl.training.models import LogProbModel, PackedInputs, trunk_of
 from verl.types import Draw, Origin, Prompt, Segment, Trajectory
 
 TOLERANCE = 1e-3
@@ -177,6 +177,19 @@ def trial_batch() -> TokenBatch:
                 Trajectory(Prompt(name, prompt, "", ()), segments, draw=Draw(name, sample))
             )
     return TokenBatch.from_trajectories(trajectories)
+
+
+def remove_noise(lm: PreTrainedModel) -> PreTrainedModel:
+    """Set dropout and the noise of routers to 0: log-probs of training are those of sampling.
+
+    The config, which is exported with the model, stays as it is.
+    """
+    for module in lm.modules():
+        for name, value in vars(module).items():
+            is_noise = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
+            if is_noise and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return lm
 
 
 def build_trial(config: PretrainedConfig) -> PreTrainedModel:

@@ -37,8 +37,7 @@ from verl.model_files import (
 )
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED
-from verl.training.family import check_family
-from verl.training.models import remove_noise
+from verl.training.family import check_family, remove_noise
 
 logger = logging.getLogger(__name__)
 

@@ -98,19 +98,6 @@ def lay_out_row(
     return spans, torch.cat(flat_positions), index_in_row
 
 
-def remove_noise(lm: PreTrainedModel) -> PreTrainedModel:
-    """Set dropout and the noise of routers to 0: log-probs of training are those of sampling.
-
-    The config, which is exported with the model, stays as it is.
-    """
-    for module in lm.modules():
-        for name, value in vars(module).items():
-            is_noise = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
-            if is_noise and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return lm
-
-
 def trunk_of(lm: PreTrainedModel) -> nn.Module:
     """Return the part of a language model that computes hidden states."""
     decoder: nn.Module = lm.get_decoder()

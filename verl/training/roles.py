@@ -27,13 +27,6 @@ def has_critic(config: Config) -> bool:
     return advantage_estimator(config.algorithm.adv_estimator).needs_critic
 
 
-def shares_base(config: Config) -> bool:
-    """Return whether policy and critic train beside one frozen model, which is loaded once."""
-    policy, critic = config.actor_rollout_ref.model, config.critic.model
-    is_same = critic.path in (None, policy.path) and not config.placement.is_apart("critic")
-    return policy.is_frozen and critic.is_frozen and is_same
-
-
 @dataclass
 class Roles:
     """Builds the models of a rank; all ranks of a group must make the same calls."""

@@ -1,12 +1,11 @@
 """Writing model folders that Hugging Face and vLLM read: config.json and safetensors."""
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from verl.errors import ConfigError, ResourceError, explain
-from verl.files import atomic_write, exclusive_lock
+from verl.errors import ResourceError, explain
+from verl.files import atomic_write
 from verl.remote_code import trusts_remote_code
 from verl.training.fsdp import FsdpModel
 
@@ -29,8 +28,6 @@ COMPANIONS = (
     "chat_template*", "additional_chat_templates", "generation_config.json",
 )  # fmt: skip
 """Patterns of the files, apart from weights and config, that a usable model folder needs."""
-MODEL_FILES = ("config.json", "adapter_config.json")
-"""Files by which a model folder is recognised: each folder written here has one of them."""
 
 
 class FileLayout:
@@ -59,28 +56,6 @@ class FileLayout:
         self.num_bytes += num_bytes
         self.index[name] = f"model-{number * num_writers + writer + 1:05d}.safetensors"
         return writer, self.index[name]
-
-
-@contextlib.contextmanager
-def whole_folder(out: Path, option: str) -> Iterator[Path]:
-    """Yield a folder to write into, which replaces `out` when the body has succeeded.
-
-    Raises ConfigError, for the option `option` that named `out`, if `out` has content other than a
-    model, or another process is writing it.
-    """
-    out = out.absolute()
-    is_model = any((out / name).is_file() for name in MODEL_FILES)
-    if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):
-        got, fix = f"{out}, which has other content", "name another folder, or delete it"
-        raise ConfigError(explain(option, got, "a new folder, or a model's to replace", fix))
-    with exclusive_lock(out, option, lock=out.with_name(f".{out.name}.lock")):
-        part = out.with_name(out.name + ".tmp")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        yield part
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(part, out)
 
 
 def write_weights(

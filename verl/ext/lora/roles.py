@@ -21,9 +21,10 @@ from verl.ext.lora.model import (
     write_adapter,
 )
 from verl.model_files import model_errors
+from verl.preflight.undecided import shares_base
 from verl.remote_code import trusts_remote_code
 from verl.training.fsdp import FsdpModel
-from verl.training.roles import Roles, has_critic, shares_base
+from verl.training.roles import Roles, has_critic
 
 
 @dataclass

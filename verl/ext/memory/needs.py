@@ -13,11 +13,12 @@ from verl.config.engine_kwargs import quantizes_cache, quantizes_weights
 from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.ext.memory.trial import Pass, activation_bytes
 from verl.ext.model_shape import ModelShape
+from verl.preflight.undecided import shares_base
 from verl.rollout.interface import chosen
 from verl.rollout.vllm_settings import batched_tokens
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import DTYPES
-from verl.training.roles import has_critic, shares_base
+from verl.training.roles import has_critic
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from verl.agent.settings import copy_settings
 from verl.batch import TokenBatch
+from verl.checkpoint.exporting import whole_folder
 from verl.config import OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.ext.sft.checkpoints import Checkpoints
@@ -42,7 +43,7 @@ from verl.training.family import check_family
 from verl.training.fsdp import FsdpModel, FsdpOptions, StepResult, all_reduced
 from verl.training.loading import load_causal_lm
 from verl.training.models import LogProbModel, PackedInputs, blocks
-from verl.training.weights import copy_tokenizer, whole_folder, write_weights
+from verl.training.weights import copy_tokenizer, write_weights
 
 logger = logging.getLogger(__name__)
 
