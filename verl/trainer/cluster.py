@@ -31,8 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 """The checkout, or the folder that the packages are installed in."""
 
 
-def start_ray(config: Config) -> None:
-    """Join the cluster at RAY_ADDRESS (as `ray job submit` sets it), or start a local one."""
+def start_ray(config: Config, init: Callable[..., object] = ray.init) -> None:
+    """Join the cluster at RAY_ADDRESS (as `ray job submit` sets it), or start a local one.
+
+    Raises ResourceError if the cluster does not answer, or Ray's processes do not start in time.
+    """
     bypass_loopback()
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -45,10 +48,14 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # else a run crawls behind a browser
     folder = f"{socket_folder('RAY_TMPDIR', 'TMPDIR', room=RAY_ROOM)}/ray"
-    ray.init(
-        "local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING,
-        _temp_dir=folder,
-    )  # fmt: skip
+    try:
+        init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING,
+             _temp_dir=folder)  # fmt: skip
+    except Exception as error:
+        if type(error) is not Exception:  # Ray's, when its processes take longer than 30 s
+            raise
+        fix = f"let other programs on this machine end, then start again (Ray's logs: {folder})"
+        raise ResourceError(explain("Ray", str(error), "a start within 30 s", fix)) from error
 
 
 def join_cluster(address: str) -> None:

@@ -11,7 +11,13 @@ from verl.config import Config, cli
 from verl.config.known import known_options
 from verl.errors import ConfigError, ResourceError
 from verl.ext.lora.choice import engine_takes_adapter
-from verl.trainer.cluster import absolute_paths, check_run_folder, config_for_actors, join_cluster
+from verl.trainer.cluster import (
+    absolute_paths,
+    check_run_folder,
+    config_for_actors,
+    join_cluster,
+    start_ray,
+)
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
 
@@ -72,6 +78,23 @@ def test_a_wrong_address_is_an_error(address: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} "):
         join_cluster(address)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(Exception("timed out"), ResourceError), (OSError("full"), OSError)]
+)
+def test_a_ray_that_does_not_start_in_time_is_an_error_of_ours(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a plain Exception after 30 s; whatever else it raises stays what it is."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(*_: object, **__: object) -> None:
+        raise raised
+
+    with pytest.raises(expected) as caught:
+        start_ray(Config(), init)
+    assert caught.value is raised or caught.value.__cause__ is raised
 
 
 def test_a_driver_without_gpus_sends_the_adapter_that_gpu_engines_take() -> None:
