@@ -37,6 +37,9 @@ FALLEN = (
 class BuildConfig:
     """What is indexed, how, and where."""
 
+    COMMON = ("retrieval_method", "corpus_path", "save_dir", "model_path", "devices", "batch_size",
+              "faiss_type", "filter_fields", "analyzer", "to")  # fmt: skip
+
     retrieval_method: str
     """bm25, a name for a dense index, such as e5, or both: bm25+e5"""
     corpus_path: str
