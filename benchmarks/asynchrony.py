@@ -37,7 +37,7 @@ from fastapi import FastAPI, Request, Response
 from rich.console import Console
 from scipy.stats import t as student_t
 
-from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
+from benchmarks.algorithms.runner import BASE, ROOT, Result, retriever
 from benchmarks.algorithms.variants import VARIANTS
 from tests.apps import running
 from verl.errors import ConfigError
@@ -233,7 +233,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("extra", nargs="*", help="further options of all runs, key=value")
     args = parser.parse_args(arguments)
     out = args.out.resolve() / f"median_{args.median:g}_staleness_{args.staleness}"
-    prepare()
     if args.steps is not None:
         return run_long(args, out)
     with slow_retriever(args.median) as url:

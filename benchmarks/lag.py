@@ -25,7 +25,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
+from benchmarks.algorithms.runner import BASE, ROOT, Result, retriever
 from benchmarks.algorithms.variants import GROUP_SIZE, NUM_STEPS, NUM_TRAJECTORIES
 from benchmarks.asynchrony import read_metrics, train
 from verl.ext import replay
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, default=BASE, help="the policy to start from")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "lag")
     args = parser.parse_args(arguments)
-    out, base = args.out.resolve(), prepare(args.base.resolve())
+    out, base = args.out.resolve(), args.base.resolve()
     runs = []
     with retriever() as url:
         for seed, way, lag in itertools.product(args.seeds, args.ways, args.lags):

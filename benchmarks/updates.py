@@ -28,7 +28,7 @@ from verl.training.loading import load_causal_lm
 from verl.training.models import LogProbModel, blocks
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
+BASE = ROOT / "example" / "policy"
 LENGTHS = [60 + 3 * number for number in range(24)]
 NUM_UPDATES = 3
 

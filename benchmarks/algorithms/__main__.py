@@ -22,7 +22,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
+from benchmarks.algorithms.runner import BASE, ROOT, Result, retriever
 from benchmarks.algorithms.table import markdown
 from benchmarks.algorithms.variants import VARIANTS
 
@@ -126,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop_children)
     out = args.out.resolve()
-    base = prepare(args.base.resolve())
+    base = args.base.resolve()
     failed = run_all(plan(args.variants, args.seeds, out), args.jobs, base, args.extra)
     table = markdown(results(args.variants, args.seeds, out))
     out.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,6 @@ from rich.console import Console
 from benchmarks.algorithms.distance import distance, load
 from benchmarks.algorithms.variants import COMMON
 from example.geography import CORPUS, DATA
-from example.tiny_policy import write_tiny_policy
 from search_r1.retrieval.local_server import LocalServer
 from verl.config import cli
 from verl.files import atomic_write
@@ -36,7 +35,7 @@ from verl.trainer.validate import VALIDATION_STREAM, Validation
 from verl.types import Prompt, Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
+BASE = ROOT / "example" / "policy"
 RESULT = "result.json"
 
 
@@ -82,14 +81,6 @@ class Result:
         return cls(**values)
 
 
-def prepare(base: Path = BASE) -> Path:
-    """Train the tiny policy if the folder `base` has none; returns `base`."""
-    if not (base / "config.json").exists():
-        base.parent.mkdir(parents=True, exist_ok=True)
-        write_tiny_policy(base)
-    return base
-
-
 @contextlib.contextmanager
 def retriever(url: str | None = None) -> Iterator[str]:
     """Yield the URL to search at: `url`, or that of a BM25 server started for the context."""
@@ -113,7 +104,7 @@ def run_variant(
     with retriever(url) as address:
         config = cli.compose(
             [
-                f"actor_rollout_ref.model.path={prepare(base)}",
+                f"actor_rollout_ref.model.path={base}",
                 f"data.train_files={DATA / 'train.parquet'}",
                 f"data.val_files={DATA / 'val.parquet'}",
                 f"retriever.url={address}",

@@ -37,7 +37,7 @@ from verl.types import Sampling, Trajectory, start_trajectory
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "example" / "data"
 CORPUS = ROOT / "example" / "corpus.jsonl"
-BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
+BASE = ROOT / "example" / "policy"
 
 console = Console(soft_wrap=True)
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=120, help="held-out questions")
     parser.add_argument("--sampled", action="store_true", help="at temperature 1, with fixed seeds")
     parser.add_argument("--products", action="store_true", help="matrix products alone; no engine")
-    parser.add_argument("--out", type=Path, default=BASE.parent / "determinism")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "determinism")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
     args = parser.parse_args()
     if args.products:

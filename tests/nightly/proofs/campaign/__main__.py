@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from benchmarks.algorithms.runner import BASE
+from benchmarks.algorithms.runner import ROOT
 from tests.compare import differences, read_rows, same_weights
 from tests.nightly.proofs.campaign.faults import Kind, plan
 from tests.nightly.proofs.campaign.run import (
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the runs")
     parser.add_argument("--steps", type=int, help="of each run; enough if left out")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a step")
-    parser.add_argument("--out", type=Path, default=BASE.parent / "campaign")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "campaign")
     args = parser.parse_args(arguments)
     if args.out.exists():
         sys.exit(f"{args.out} holds another campaign: remove it or give another --out")

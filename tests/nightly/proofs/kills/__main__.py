@@ -22,7 +22,7 @@ from typing import Protocol
 import psutil
 from rich.console import Console
 
-from benchmarks.algorithms.runner import BASE, prepare, retriever
+from benchmarks.algorithms.runner import BASE, ROOT, retriever
 from tests.compare import Difference, differences, same_weights
 from tests.nightly.proofs.kills.phases import phase_of
 from tests.nightly.proofs.kills.processes import held, shared_memory
@@ -257,17 +257,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--steps", type=int, help="of the run; 3 for each kill if left out")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for a step or start")
-    parser.add_argument("--out", type=Path, default=BASE.parent / "kills")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "kills")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
     args = parser.parse_args(arguments)
     out = args.out.resolve()
     if (out / "killed").exists():
         sys.exit(f"{out} holds another proof: remove it or give another --out")
     num_steps = args.steps or max(5, 3 * args.kills)
-    base = prepare(BASE)
     with retriever() as url:
         calm, killed = (
-            Training(folder, command(folder, base, url, num_steps, args.options), args.patience)
+            Training(folder, command(folder, BASE, url, num_steps, args.options), args.patience)
             for folder in (out / "undisturbed", out / "killed")
         )
         try:
