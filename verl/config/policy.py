@@ -227,7 +227,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = option(0.6, resume="free", gt=0, le=1)
     """Fraction of a GPU's memory that vLLM may use; 0.9 is usual with trainer.rollout_gpus."""
     cpu_kv_cache_gib: int = option(2, resume="free", ge=1)
-    """KV cache of one engine on CPU, in GiB."""
+    """KV cache of one engine on CPU, or of name=transformers anywhere, in GiB."""
     tensor_model_parallel_size: int = option(1, resume="free", ge=1)
     """GPUs per engine (tensor parallelism)."""
     num_replicas: int | None = option(None, resume="free", ge=1)

@@ -31,6 +31,11 @@ class Request:
     """Why it has ended, or None."""
     _num_reported: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the context may have at its end."""
+        return len(self.context) - len(self.ids) + self.sampling.max_tokens
+
     def take(self, logits: Tensor, tokenizer: Any, end_ids: Set[int]) -> None:
         """Sample the next id from (vocab_size,) logits."""
         log_probs = processed_log_probs(logits, self.sampling)

@@ -7,7 +7,9 @@ own log-probs, and some caches cannot be padded: `Together.judge` measures it wi
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,9 +38,14 @@ NUM_STEPS, LEAVES = 5, {"long": 3}
 class Together:
     """The keys and values of several contexts, a row each, padded on the left."""
 
-    def __init__(self, fits: bool = True) -> None:
-        """Without `judge`, `fits` says whether a model's contexts can be continued together."""
-        self.fits = fits
+    def __init__(self, fits: bool = True, max_bytes: int = sys.maxsize) -> None:
+        """Without `judge`, `fits` says whether a model's contexts can be continued together.
+
+        `max_bytes`: of keys and values, which `admitted` keeps to.
+        """
+        self.fits, self._max_bytes = fits, max_bytes
+        self._token_bytes = 0
+        """Bytes of a token's keys and values; 0 until `judge` has measured them."""
         self.reset()
 
     def reset(self) -> None:
@@ -48,6 +55,15 @@ class Together:
 
     def __contains__(self, key: object) -> bool:
         return key in self._lengths
+
+    def admitted(self, longest: Sequence[int]) -> int:
+        """Return how many contexts, from the first on, have room together; at least one.
+
+        `longest`: the tokens that each may have at its end. All rows are as wide as the widest.
+        """
+        widths = itertools.accumulate(longest, max)
+        sizes = (rows * width * self._token_bytes for rows, width in enumerate(widths, 1))
+        return max(1, sum(size <= self._max_bytes for size in sizes))
 
     @torch.inference_mode()
     def logits(self, model: Any, contexts: Mapping[Any, Sequence[int]]) -> Tensor:
@@ -94,6 +110,7 @@ class Together:
                            if joins <= step < LEAVES.get(key, NUM_STEPS)}  # fmt: skip
                 contexts = {key: texts[key][:length] for key, length in lengths.items()}
                 found = self.logits(model, contexts).log_softmax(-1)
+                self._token_bytes = self._measured_bytes()
                 own = [expected[key][length - 1] for key, length in lengths.items()]
                 apart = [difference(*pair) for pair in zip(found, own, strict=True)]
                 if not all(x <= tolerance for x in apart):
@@ -105,6 +122,12 @@ class Together:
         self.fits = not problem
         if problem:
             logger.warning("%s: requests are served one after another (%s)", path, problem)
+
+    def _measured_bytes(self) -> int:
+        """Return the bytes of a token's keys and values in the rows that there are."""
+        assert self._cache is not None, "called when there are rows"
+        states = [x for layer in layers(self._cache) for x in (layer.keys, layer.values)]
+        return sum(x.nbytes // (x.shape[0] * x.shape[-2]) for x in states)
 
 
 def _forward(

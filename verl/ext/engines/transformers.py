@@ -32,13 +32,13 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(
         self, path: str, device: str, dtype: str, seed: int | None = None,
-        may_share: bool = True, max_requests: int = 64,
+        may_share: bool = True, max_requests: int = 64, cache_gib: int = 2,
     ) -> None:  # fmt: skip
         """`path`: folder or hub name; `dtype`: bfloat16, float16 or float32.
 
         `seed` seeds the generator of all requests that have no seed of their own. With `may_share`,
-        a request may continue the previous one and up to `max_requests` may be computed together;
-        rounding then depends on the others.
+        a request may continue the previous one and up to `max_requests`, whose keys and values fit
+        in `cache_gib`, may be computed together; rounding then depends on the others.
         """
         self.path, self.device, self.dtype = path, device, getattr(torch, dtype)
         self.weight_version = 0
@@ -57,7 +57,7 @@ class TransformersEngine(RolloutEngine):
         """Those whose callers wait, in the order of their arrival."""
         self._current: asyncio.Task[None] | None = None
         """The step in which a token is sampled for each, awaited by all their callers."""
-        self._context, self._together = ContextCache(), Together()
+        self._context, self._together = ContextCache(), Together(max_bytes=cache_gib << 30)
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -65,7 +65,8 @@ class TransformersEngine(RolloutEngine):
         section, trainer = config.actor_rollout_ref, config.trainer
         device = device_type(trainer.device)
         may_share, seed = not trainer.deterministic, trainer.seed + replica
-        options = seed, may_share, config.max_num_seqs(device != "cpu")
+        rows, cache = config.max_num_seqs(device != "cpu"), section.rollout.cpu_kv_cache_gib
+        options = seed, may_share, rows, cache
         return cls(section.model.path, device, rollout_dtype(config), *options)
 
     async def start(self) -> None:
@@ -135,7 +136,8 @@ class TransformersEngine(RolloutEngine):
     async def _next_step(self) -> None:
         waiting = [request for request in self._requests if request.reason is None]
         if waiting:
-            await asyncio.to_thread(self._step, waiting[: self._max_requests])
+            room = self._together.admitted([request.longest for request in waiting])
+            await asyncio.to_thread(self._step, waiting[: min(room, self._max_requests)])
 
     async def _between_steps(self) -> None:
         """Wait for a step whose callers were cancelled."""

@@ -386,10 +386,18 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
 def other_engine_needs(
     config: Config, shape: ModelShape, item: int, on_gpu: bool
 ) -> Iterator[Need]:
-    """Yield the known needs of an engine other than vLLM: weights, and cache of one dialogue."""
-    if config.actor_rollout_ref.rollout.name == "remote":
+    """Yield the known needs of an engine other than vLLM: weights, and cache of one dialogue.
+
+    The transformers engine continues several together, in the cache that it may fill.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "remote":
         return
-    size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
+    cache = config.data.max_model_len * kv_bytes(shape, item)
+    if rollout.name == "transformers":
+        rows = config.max_num_seqs(on_gpu)
+        cache = max(cache, min(rows * cache, rollout.cpu_kv_cache_gib << 30))
+    size = item * shape.parameters() + cache
     if not on_gpu:
         count = -(-config.placement.num_engines(on_gpu=False) // config.placement.actor.num_nodes)
         yield Need(Memory.HOST, "engines", count * size)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from tests.fakes import EOS, ByteTokenizer
-from tests.verl.ext.engines.test_transformers import Latin
+from tests.verl.ext.engines.test_transformers import Latin, own_log_probs
 from verl.errors import ModelError
 from verl.ext.engines.context_cache import ContextCache, Reuse
 from verl.ext.engines.transformers import TransformersEngine
@@ -76,6 +76,12 @@ PROMPTS = ([b"Who is it?", b" and then?", b" <information>It is a longer text.</
            [b"A"], [b"Where is Oslo, the city?", b"?"])  # fmt: skip
 
 
+of_every_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(x, marks=() if x in ONE_OF_A_KIND else pytest.mark.slow) for x in FAMILIES],
+)
+
+
 def tiny_model(family: str) -> Any:
     """Return a random float32 model of a family."""
     base = {"eos_token_id": EOS} | ({} if family == "gemma3" else {"vocab_size": VOCABULARY})
@@ -95,10 +101,7 @@ def judged(model: Any) -> TransformersEngine:
     return engine
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(x, marks=() if x in ONE_OF_A_KIND else pytest.mark.slow) for x in FAMILIES],
-)
+@of_every_family
 def test_sampled_log_probs_are_the_model_s_alone(family: str) -> None:
     """Of dialogues of several turns and lengths, for each family and kind of cache."""
     model = tiny_model(family)
@@ -108,12 +111,8 @@ def test_sampled_log_probs_are_the_model_s_alone(family: str) -> None:
         for seed, text in enumerate(texts):
             context += text
             got = asyncio.run(engine.generate(context, Sampling(5, seed=seed)))
-            ids = [*context, *got.ids]
-            with torch.no_grad():
-                rows = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-            expected = [float(rows[n - 1, ids[n]]) for n in range(len(context), len(ids))]
-            assert got.log_probs == pytest.approx(expected, abs=1e-4)
-            context = ids
+            assert got.log_probs == pytest.approx(own_log_probs(model, context, got), abs=1e-4)
+            context += got.ids
 
 
 @pytest.mark.parametrize(

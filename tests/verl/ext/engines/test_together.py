@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 
-from tests.verl.ext.engines.test_context_cache import FAMILIES, ONE_OF_A_KIND, judged, tiny_model
-from tests.verl.ext.engines.test_transformers import engine_of
+from tests.verl.ext.engines.test_context_cache import judged, of_every_family, tiny_model
+from tests.verl.ext.engines.test_transformers import engine_of, own_log_probs
 from verl.ext.engines.together import Together
 from verl.types import Completion, Sampling
 
@@ -41,10 +40,7 @@ def together(engine: Any, delays: tuple[int, ...] = (0,) * len(TEXTS)) -> list[C
     return asyncio.run(play())
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(x, marks=() if x in ONE_OF_A_KIND else pytest.mark.slow) for x in FAMILIES],
-)
+@of_every_family
 def test_log_probs_are_those_of_each_sequence_alone(family: str) -> None:
     """Of every family and kind of cache, with requests that come and go at different times."""
     model = tiny_model(family)
@@ -53,12 +49,8 @@ def test_log_probs_are_those_of_each_sequence_alone(family: str) -> None:
     for delays in ((0, 0, 0, 0, 0), (0, 3, 1, 8, 5)):
         done = together(engine, delays)
         for text, length, got in zip(TEXTS, LENGTHS, done, strict=True):
-            ids = [*text, *got.ids]
-            with torch.no_grad():
-                rows = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-            expected = [float(rows[n - 1, ids[n]]) for n in range(len(text), len(ids))]
             assert len(got.ids) == length or got.finish_reason == "stop"
-            assert got.log_probs == pytest.approx(expected, abs=1e-4)
+            assert got.log_probs == pytest.approx(own_log_probs(model, [*text], got), abs=1e-4)
 
 
 def test_a_seed_gives_the_same_ids_alone_and_together() -> None:
@@ -89,6 +81,21 @@ def test_a_limit_on_rows_is_kept_and_nobody_starves() -> None:
     model, engine, sizes = tiny_model("llama"), engine_of(tiny_model("llama")), list[int]()
     model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[0]))
     engine.model, engine._max_requests = model, 2
+    done = together(engine)
+    alone = together(engine_of(tiny_model("llama")))
+    assert [one.ids for one in done] == [one.ids for one in alone] and max(sizes) == 2
+
+
+def test_rows_that_do_not_fit_in_the_cache_wait() -> None:
+    """A token has 4 layers x 2 heads x 8 keys and values of 4 bytes; rows are padded."""
+    engine, sizes = judged(tiny_model("llama")), list[int]()
+    assert engine._together.admitted([9, 12, 20]) == 3
+    room = Together(max_bytes=2 * 36 * 4 * 2 * 2 * 8 * 4)
+    room.judge(engine.model, engine.tokenizer, "llama", 1e-4)
+    assert [room.admitted(x) for x in ([36], [9, 36], [9, 9, 36], [99, 9], [24, 24, 24, 9])] == [
+        1, 2, 2, 1, 3]  # fmt: skip
+    engine._together = room
+    engine.model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[0]))
     done = together(engine)
     alone = together(engine_of(tiny_model("llama")))
     assert [one.ids for one in done] == [one.ids for one in alone] and max(sizes) == 2

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def generate(engine: TransformersEngine, ids: list[int], sampling: Sampling) -> 
     return asyncio.run(engine.generate(ids, sampling))
 
 
+def own_log_probs(model: Any, context: list[int], got: Completion) -> list[float]:
+    """Return the log-probs of the sampled ids by a forward pass over the whole sequence alone."""
+    ids = [*context, *got.ids]
+    with torch.no_grad():
+        rows = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    return [float(rows[n - 1, ids[n]]) for n in range(len(context), len(ids))]
+
+
 def test_log_probs_are_those_of_a_forward_pass_without_cache(model: LlamaForCausalLM) -> None:
     """For two turns that share the cache, and for a prompt that starts differently."""
     engine = engine_of(model)
@@ -51,11 +60,7 @@ def test_log_probs_are_those_of_a_forward_pass_without_cache(model: LlamaForCaus
     second_prompt = [*PROMPT, *first.ids, *b" and then?"]
     for prompt in (second_prompt, list(b"Another"), PROMPT):
         got = generate(engine, prompt, Sampling(6, seed=2))
-        ids = [*prompt, *got.ids]
-        with torch.no_grad():
-            rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        expected = [float(rows[n - 1, ids[n]]) for n in range(len(prompt), len(ids))]
-        assert got.log_probs == pytest.approx(expected, abs=1e-4)
+        assert got.log_probs == pytest.approx(own_log_probs(model, prompt, got), abs=1e-4)
 
 
 def test_a_cancelled_request_stops_sampling_and_streaming(model: LlamaForCausalLM) -> None:

@@ -193,20 +193,26 @@ def test_the_hosts_limit_counts() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_an_engine_other_than_vllm_takes_no_share(on_gpu: bool) -> None:
-    """Another engine than vLLM needs its weights and a dialogue's cache; a server needs nothing.
+    """Another engine than vLLM needs its weights and a cache; a server needs nothing.
 
-    The cache has 2 x 28 layers x 4 heads x 128 values per token. The server is external.
+    The cache is a dialogue's for each that is decoded at once, up to the cache's 2 GiB: 2 x 28
+    layers x 4 heads x 128 values per token. The server is external.
     """
     here, config = machine(1, 79, 1024), run(1)
     config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM
     given = replace(setting("Qwen2.5-7B", here), on_gpu=on_gpu)
-    estimated = {}
+    config.actor_rollout_ref.rollout.max_num_seqs, estimated = 1, {}
     for name in ("remote", "transformers"):
         config.actor_rollout_ref.rollout.name = name
         estimated[name] = estimate(config, given)
         needs = [need for need in estimated[name].needs if need.name.startswith("engine")]
         size = 2 * (given.policy.parameters() + 4596 * 2 * 28 * 4 * 128)
         assert [need.bytes for need in needs] == ([] if name == "remote" else [size])
+        config.actor_rollout_ref.rollout.max_num_seqs = 64
+        more = [x for x in estimate(config, given).needs if x.name.startswith("engine")]
+        filled = 2 * given.policy.parameters() + 2 * 2**30
+        assert [need.bytes for need in more] == ([] if name == "remote" else [filled])
+        config.actor_rollout_ref.rollout.max_num_seqs = 1
         assert estimated[name].engine is None
     assert not any("KV" in short.cause for short in estimated["transformers"].shortages(
         config, here, REFUSE_ABOVE))  # fmt: skip
