@@ -45,13 +45,9 @@ class Fields:
     def of(cls, corpus: Corpus, names: Sequence[str]) -> "Fields":
         """Read the fields of all rows. Raises CorpusError for an object, or a field of no row."""
         rows: dict[str, array[int]] = {}
-        for row in range(len(corpus)):
-            for key in keys_of(corpus, names, row):
+        for row, keys in enumerate(read_keys(corpus, names)):
+            for key in keys:
                 rows.setdefault(key, array("i")).append(row)
-        found = {key.partition("=")[0] for key in rows}
-        if missing := [name for name in names if name not in found]:
-            expected, fix = f"a field of {corpus.path}", "correct the name, or leave it out"
-            raise CorpusError(explain("--filter_fields", missing[0], expected, fix))
         ends = np.cumsum([len(numbers) for numbers in rows.values()])
         return cls(len(corpus), list(rows), ends, np.concatenate([*rows.values()]))
 
@@ -99,6 +95,19 @@ def save_fields(fields: Fields | None, folder: Path) -> None:
 def read_fields(corpus: Corpus, names: Sequence[str]) -> Fields | None:
     """Read the fields of all rows, if any are named. Raises CorpusError."""
     return Fields.of(corpus, names) if names else None
+
+
+def read_keys(corpus: Corpus, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the keys of each row. Raises CorpusError as `keys_of`, and for a field of no row."""
+    seen = set[str]()
+    for row in range(len(corpus)):
+        keys = keys_of(corpus, names, row)
+        seen.update(keys)
+        yield keys
+    found = {key.partition("=")[0] for key in seen}
+    if missing := [name for name in names if name not in found]:
+        expected, fix = f"a field of {corpus.path}", "correct the name, or leave it out"
+        raise CorpusError(explain("--filter_fields", missing[0], expected, fix))
 
 
 def keys_of(corpus: Corpus, names: Sequence[str], row: int) -> list[str]:

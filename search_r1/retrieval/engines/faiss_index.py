@@ -18,6 +18,7 @@ from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Ranking, Retriever
 from search_r1.retrieval.engines.dense import open_dense
+from search_r1.retrieval.engines.filtered import drop
 from search_r1.retrieval.engines.flat_file import METRICS, read_index, reason_of
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
@@ -88,16 +89,12 @@ class FaissIndex:
 
     def _search_and_drop(self, queries: Vectors, k: int, allowed: Mask, depth: int) -> Ranking:
         """Rank `depth` of all rows, and drop those that are not allowed, where k are left."""
-        found = self._search(queries, depth, None)
-        kept = [
-            [pair for pair in zip(*hits, strict=True) if allowed[pair[1]]][:k]
-            for hits in zip(*found, strict=True)
-        ]
-        if short := [i for i, hits in enumerate(kept) if len(hits) < k]:
-            others = zip(*self._search(queries[short], k, allowed), strict=True)
-            for i, hits in zip(short, others, strict=True):
-                kept[i] = [*zip(*hits, strict=True)]
-        return [[s for s, _ in hits] for hits in kept], [[r for _, r in hits] for hits in kept]
+        scores, rows = drop(self._search(queries, depth, None), allowed, k)
+        if short := [i for i, hits in enumerate(rows) if len(hits) < k]:
+            others = zip(short, *self._search(queries[short], k, allowed), strict=True)
+            for i, other_scores, other_rows in others:
+                scores[i], rows[i] = other_scores, other_rows
+        return scores, rows
 
     def _search(self, queries: Vectors, k: int, allowed: Mask | None) -> Ranking:
         num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from search_r1.retrieval.engines.base import Filter, RowRetriever, stage
+from search_r1.retrieval.corpus import Mask
+from search_r1.retrieval.engines.base import Filter, Ranking, RowRetriever, stage
 from search_r1.retrieval.fields import Fields
 from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.schema import Hit
@@ -26,6 +27,15 @@ class FilteredRows:
 
     def info(self) -> dict[str, Any]:
         return {"filter": self._filter}
+
+
+def drop(ranking: Ranking, allowed: Mask, k: int) -> Ranking:
+    """Return the first `k` hits of each query among the `allowed` rows (num_documents,)."""
+    kept = [
+        [pair for pair in zip(*hits, strict=True) if allowed[pair[1]]][:k]
+        for hits in zip(*ranking, strict=True)
+    ]
+    return [[s for s, _ in hits] for hits in kept], [[r for _, r in hits] for hits in kept]
 
 
 def attach(engine: RowRetriever, folder: Path, manifest: Manifest) -> None:

@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -168,10 +168,11 @@ class MilvusCollection:
         with self._errors():
             self._client.insert(self._name, rows, timeout=WRITE_S)
 
-    def store_keys(self, num_rows: int, keys_of_row: Callable[[int], list[str]]) -> None:
+    def store_keys(
+        self, all_keys: Iterable[list[str]], keys_of_row: Callable[[int], list[str]]
+    ) -> None:
         self._keys_of_row = keys_of_row
-        for row in range(num_rows):
-            keys = keys_of_row(row)
+        for row, keys in enumerate(all_keys):
             longest = max((len(key.encode()) for key in keys), default=0)
             if len(keys) > MAX_KEYS or longest > MAX_KEY_BYTES:
                 got = f"{len(keys)} values in row {row + 1}, the longest of {longest} bytes"

@@ -12,7 +12,7 @@ import importlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -157,10 +157,12 @@ class Collection(Protocol):
 class FilteringCollection(Collection, Protocol):
     """A collection whose searches can be limited to passages with keys (`fields.key`)."""
 
-    def store_keys(self, num_rows: int, keys_of_row: Callable[[int], list[str]]) -> None:
+    def store_keys(
+        self, all_keys: Iterable[list[str]], keys_of_row: Callable[[int], list[str]]
+    ) -> None:
         """Store its keys with each passage that is inserted; raises CorpusError for too long ones.
 
-        Called before `create`.
+        Called before `create`. `all_keys` has those of all rows in order, read for this check.
         """
 
     def filtered(self, filter: Filter) -> Collection:

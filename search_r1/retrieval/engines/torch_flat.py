@@ -20,6 +20,7 @@ from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.engines.base import Ranking, Retriever
 from search_r1.retrieval.engines.dense import open_dense
+from search_r1.retrieval.engines.filtered import drop
 from search_r1.retrieval.engines.flat_file import FlatFile, Vectors, check_finite
 from search_r1.retrieval.engines.shard import (
     DTYPES,
@@ -129,11 +130,7 @@ class TorchFlatIndex:
         scores, rows = (torch.cat(parts).tolist() for parts in zip(*blocks, strict=True))
         if allowed is None:
             return scores, rows
-        found = [
-            [pair for pair in zip(*hits, strict=True) if allowed[pair[1]]][:k]
-            for hits in zip(scores, rows, strict=True)
-        ]
-        return [[s for s, _ in hits] for hits in found], [[r for _, r in hits] for hits in found]
+        return drop((scores, rows), allowed, k)
 
     @torch.inference_mode()
     def _search_block(self, queries: Tensor, k: int, allowed: Tensor | None) -> TopK:

@@ -26,7 +26,7 @@ from search_r1.retrieval.engines.remote import (
     read_manifest,
 )
 from search_r1.retrieval.errors import IndexMismatch, SetupError
-from search_r1.retrieval.fields import keys_of, read_fields
+from search_r1.retrieval.fields import keys_of, read_keys
 from search_r1.retrieval.index.build_folder import utc_now
 from search_r1.retrieval.index.embeddings import fresh_cuts, report_cuts
 from search_r1.retrieval.index.encoding import encoder_settings, load_embeddings, manifest_of
@@ -63,8 +63,8 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
         if not isinstance(collection, FilteringCollection):
             expected, fix = "milvus, or an index in a folder", "leave it out"
             raise SetupError(explain("--filter_fields", address.engine, expected, fix))
-        read_fields(corpus, config.filter_fields)  # for the errors of all rows
-        collection.store_keys(len(corpus), partial(keys_of, corpus, config.filter_fields))
+        all_keys = read_keys(corpus, config.filter_fields)
+        collection.store_keys(all_keys, partial(keys_of, corpus, config.filter_fields))
     cuts, encode = None, None
     if settings is not None:
         encoder = open_encoder(settings, config.max_length)
