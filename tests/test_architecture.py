@@ -28,7 +28,7 @@ PURE = {
 }
 TOP_LEVEL = {
     "verl", "search_r1", "scripts", "example", "docs", "tests", "benchmarks", "train_ppo.sh",
-    "train_grpo.sh", "retrieval_launch.sh", "infer.py", "train.py", "setup.py",
+    "train_grpo.sh", "retrieval_launch.sh", "infer.py", "train.py", "evaluate.py", "setup.py",
     "pyproject.toml", "Makefile", "requirements.txt", "requirements.lock", "requirements.sha256",
     "README.md", "LICENSE", "README_zh.md", "mkdocs.yml",
     "AGENTS.md", "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",

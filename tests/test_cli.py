@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -211,10 +212,24 @@ def test_a_reader_that_leaves_early_causes_no_traceback(command: str) -> None:
          "fix: BASE_MODEL=org/name DATA_DIR='my data' bash train_grpo.sh"),
         (["train.py"], "fix: bash train_grpo.sh"),
         (["train.py", "trainer.no_such=1"], "no_such"),
+        (["evaluate.py", "--model", "org/name"], "--data: got nothing"),
     ],
 )  # fmt: skip
 def test_commands_of_other_guides_are_answered_with_ours(words: list[str], expected: str) -> None:
-    """`python train.py --model …` says what to run instead."""
+    """`python train.py --model …` and `python evaluate.py …` say what to run instead."""
     command = [sys.executable, str(ROOT / words[0]), *words[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2) and expected in done.stderr
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_package_evaluate_is_not_hidden(is_installed: bool, tmp_path: Path) -> None:
+    """A program in the checkout imports the installed package, or learns that there is none."""
+    if is_installed:
+        (tmp_path / "evaluate.py").write_text("load = 7\n")
+    program = "import sys, evaluate; sys.exit(evaluate.load)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    has_none = done.stderr.rstrip().endswith("ModuleNotFoundError: No module named 'evaluate'")
+    assert (done.returncode, has_none) == ((7, False) if is_installed else (1, True))
