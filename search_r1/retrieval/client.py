@@ -48,7 +48,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line per request
 
-NOT_FOUND = 404
 EXAMPLE_URL = "http://127.0.0.1:8000"
 COOLDOWN_S, MAX_COOLDOWN_S = 5.0, 60.0
 """Time for which a server that failed is not asked while others respond; longest `Retry-After`."""
@@ -82,8 +81,8 @@ class _LoopState:
     """The connections of an event loop, the searches that wait to be sent, and its requests."""
 
     http: httpx.AsyncClient
-    waiting: dict[str, Futures] = field(default_factory=dict)
-    """The searches that will share the next request, by query."""
+    waiting: dict[bytes, dict[str, Futures]] = field(default_factory=dict)
+    """The searches that will share the next requests, by filter (json) and query."""
     deadline: float = math.inf
     """The earliest deadline of these searches (`time.monotonic`)."""
     timer: asyncio.TimerHandle | None = None
@@ -163,19 +162,21 @@ class RetrievalClient:
         """Base addresses of the servers in this process's order of preference."""
         return tuple(server.url for server in self._servers)
 
-    async def search(self, query: str) -> list[Document]:
-        """Return the documents for one query, best first.
+    async def search(self, query: str, filter: Mapping[str, Any] | None = None) -> list[Document]:
+        """Return the documents for one query that a `filter` leaves, if there is one, best first.
 
         Raises RetrieverUnavailable or RetrieverRefused.
         """
-        num_retries = 0
+        if filter:
+            from search_r1.retrieval.filters import check_filter  # noqa: PLC0415 - few have one
+
+            await check_filter(self, filter)
         try:
-            documents, num_retries = await self._enqueue(query)
+            documents, num_retries = await self._enqueue(query, filter or None)
         except RetrieverUnavailable as error:
-            num_retries = error.num_retries
+            add_retried(int(error.num_retries > 0))
             raise
-        finally:
-            add_retried(int(num_retries > 0))
+        add_retried(int(num_retries > 0))
         return documents
 
     async def health(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ class RetrievalClient:
         try:
             return await self._get(path, parse_document, self._max_retries)
         except RetrieverRefused as error:
-            if error.status == NOT_FOUND:
+            if error.status == httpx.codes.NOT_FOUND:
                 return None
             raise
 
@@ -234,12 +235,13 @@ class RetrievalClient:
             )
         return self._states[loop]
 
-    async def _enqueue(self, query: str) -> SearchResult:
+    async def _enqueue(self, query: str, filter: Mapping[str, Any] | None) -> SearchResult:
         loop, state = asyncio.get_running_loop(), self._state()
         future: asyncio.Future[SearchResult] = loop.create_future()
         state.deadline = min(state.deadline, time.monotonic() + self._deadline)
-        state.waiting.setdefault(well_formed(query), []).append(future)
-        if len(state.waiting) >= self._max_batch:
+        waiting = state.waiting.setdefault(orjson.dumps(filter, option=orjson.OPT_SORT_KEYS), {})
+        waiting.setdefault(well_formed(query), []).append(future)
+        if len(waiting) >= self._max_batch:
             self._send(state)
         elif state.timer is None:
             state.timer = loop.call_later(self._merge_window, self._send, state)
@@ -250,22 +252,24 @@ class RetrievalClient:
         if state.timer is not None:
             state.timer.cancel()
             state.timer = None
-        by_query = {q: fs for q, fs in state.waiting.items() if not all(f.done() for f in fs)}
-        deadline, state.waiting, state.deadline = state.deadline, {}, math.inf
-        if by_query:
-            task = asyncio.ensure_future(self._search_all(deadline, by_query))
-            state.tasks.add(task)
-            task.add_done_callback(state.tasks.discard)
+        waiting, end, state.waiting, state.deadline = state.waiting, state.deadline, {}, math.inf
+        for filter, searches in waiting.items():
+            if by_query := {q: fs for q, fs in searches.items() if not all(f.done() for f in fs)}:
+                task = asyncio.ensure_future(self._search_all(end, filter, by_query))
+                state.tasks.add(task)
+                task.add_done_callback(state.tasks.discard)
 
-    async def _search_all(self, deadline: float, by_query: Mapping[str, Futures]) -> None:
+    async def _search_all(self, end: float, filter: bytes, by_query: Mapping[str, Futures]) -> None:
         """Send one request, or one for each query if it is refused, and complete all futures."""
         # With scores, since the original Search-R1 server fails without them.
-        body = {"queries": list(by_query), "topk": self._topk, "return_scores": True}
+        body: dict[str, Any] = {"queries": [*by_query], "topk": self._topk, "return_scores": True}
+        if filter != b"null":  # servers that know no filters are sent none
+            body["filter"] = orjson.Fragment(filter)
         all_futures = [future for futures in by_query.values() for future in futures]
         parse = partial(parse_documents, len(by_query))
         try:
             results, num_retries = await self._exchange(
-                "POST", "/retrieve", body, parse, self._max_retries, deadline
+                "POST", "/retrieve", body, parse, self._max_retries, end
             )
             for futures, documents in zip(by_query.values(), results, strict=True):
                 for future in futures:
@@ -277,7 +281,7 @@ class RetrievalClient:
             )
             if is_query_refused and len(by_query) > 1:
                 parts = ({query: futures} for query, futures in by_query.items())
-                await asyncio.gather(*(self._search_all(deadline, part) for part in parts))
+                await asyncio.gather(*(self._search_all(end, filter, part) for part in parts))
             for future in all_futures:
                 if not future.done():
                     future.set_exception(error)
@@ -404,8 +408,7 @@ def order_by_preference(urls: Sequence[str]) -> list[str]:
     random.Random(f"{socket.gethostname()}/{os.getpid()}").shuffle(order)
     if len(order) == 1:
         return order
-    hosts = {url: urllib.parse.urlsplit(url).hostname or "" for url in order}
-    return sorted(order, key=lambda url: not is_local_host(hosts[url]))
+    return sorted(order, key=lambda u: not is_local_host(urllib.parse.urlsplit(u).hostname or ""))
 
 
 def _unavailable(
