@@ -205,9 +205,10 @@ def train(
 
     group: Any = LocalGroup(hosts, random)
     replicas = Restarts(0).of(replicas_class(config)(group, Files(config)))
+    prompts, rollouts = (PROMPTS, replicas) if config.samples_rollouts else ([], None)
     with local_ranks(config, num_steps) as ranks:
         trainer = Parts(
-            Inputs(config, PROMPTS, PROMPTS, num_steps), ranks, replicas, reward,
+            Inputs(config, prompts, prompts, num_steps), ranks, rollouts, reward,
             FixedKLController(0.01),
             Tracking("p", "e", [tracker], config.trainer.default_local_dir), transfer=transfer,
         ).build()  # fmt: skip
