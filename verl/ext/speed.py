@@ -11,7 +11,7 @@ from verl.batch import TokenBatch
 from verl.config import Config
 from verl.ext.flops import ModelFlops, model_flops, peak_flops
 from verl.monitor.performance import CRITIC_PHASES
-from verl.packing import Packing
+from verl.packing import Packing, as_rows
 from verl.trainer.hooks import Hook
 from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import card_name, compute_dtype
@@ -130,11 +130,11 @@ def skipped_prompts(packing: Packing, num_ranks: int, budget: int) -> list[int]:
 
 
 def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
-    """Return the length of each sequence, and the number of tokens that the head computes."""
+    """Return the length of each row, and the number of tokens that the head computes."""
     mask = batch.tokens["loss_mask"]
     if model.is_critic:
         mask = batch.tokens.get("value_mask", mask)
-    return batch.lengths.tolist(), int(mask.sum())
+    return as_rows(batch).lengths.tolist(), int(mask.sum())
 
 
 def speed_metrics(

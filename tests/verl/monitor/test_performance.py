@@ -11,7 +11,7 @@ import torch
 from example.tiny import tiny_llama
 from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
-from verl.batch import TokenBatch
+from verl.batch import ROW_STARTS, TokenBatch
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.ext.speed import Work, WorkCounter, speed_metrics
@@ -82,6 +82,17 @@ def test_skipped_sequences_are_not_counted(config: Config) -> None:
     config.algorithm.kl_ctrl.kl_coef = 0.0
     forward_flops = forward([5, 6], VOCAB * (3 + 2))
     assert work_of(config) == {"update_actor": Work(3 * forward_flops)}
+
+
+def test_rows_of_an_episode_do_not_attend_to_each_other(config: Config) -> None:
+    """An episode of two rows costs what two sequences do."""
+    seen = batch()
+    rows = torch.zeros(sum(LENGTHS), dtype=torch.bool)
+    rows[LENGTHS[0] + 3] = True
+    seen.tokens |= {ROW_STARTS: rows, "input_ids": torch.arange(sum(LENGTHS))}
+    first, second, third = LENGTHS
+    forward_flops = forward([first, 3, second - 3, third], VOCAB * sum(TARGETS))
+    assert work_of(config, seen)["update_actor"] == Work(3 * forward_flops)
 
 
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:

@@ -60,7 +60,8 @@ class Checkpoints:
             return 0
         load_shards(folder, {"actor": model})
         step = folders.step_of(folder)
-        logger.info("resumed from %s: %d of %d steps are done", folder, step, self.total_steps)
+        if dist.get_rank() == 0:
+            logger.info("resumed from %s: %d of %d steps are done", folder, step, self.total_steps)
         return step
 
     def save(self, step: int, model: FsdpModel, model_config: PretrainedConfig) -> None:

@@ -187,7 +187,7 @@ def _train_on(
     with tqdm(stream, "sft", config.steps, unit="step", initial=done, disable=is_hidden) as bar:
         for number, batch in enumerate(bar, done + 1):
             loss, step = train_step(model, batch, config.max_tokens_per_micro_batch)
-            if step.is_faulty:
+            if step.is_faulty and not is_hidden:
                 logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
