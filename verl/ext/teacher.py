@@ -178,9 +178,9 @@ class TeacherModel(DistillationTerm):
 
 
 def prepare(config: Config, tokenizer: Any, step: int, total_steps: int) -> None:
-    """Check that the teacher answers and encodes as the policy does. Raises ConfigError."""
+    """Check that a run's teacher answers and encodes as the policy does. Raises ConfigError."""
     actor = config.actor_rollout_ref.actor
-    if actor.terms.get("teacher"):
+    if actor.terms.get("teacher") and not config.trainer.val_only:
         TeacherServer(Teacher.of(actor.teacher)).check(tokenizer)
 
 

@@ -13,9 +13,10 @@ from tests.verl.ext.test_sibling import trainer_of
 from tests.verl.training.ranks import VOCAB
 from tests.verl.training.test_actor import plain_log_probs
 from verl.batch import ROW_STARTS, TokenBatch
+from verl.config import Config
 from verl.config.terms import TEACHER, Teacher, teacher_problems
 from verl.errors import ConfigError, ToolOutage, ToolRefused
-from verl.ext.teacher import PAUSES, TeacherModel, TeacherServer
+from verl.ext.teacher import PAUSES, TeacherModel, TeacherServer, prepare
 
 SETTINGS = Teacher("http://teacher:8000/v1", "large")
 
@@ -136,6 +137,17 @@ def test_the_teacher_is_checked_before_the_run(changes: dict[str, Any], is_fit: 
     with pytest.raises(ConfigError) as caught:
         client.check(Characters())
     assert TEACHER in str(caught.value)
+
+
+def test_only_runs_that_train_ask_the_teacher() -> None:
+    """A validation alone needs no teacher: its server may be gone."""
+    config = Config()
+    config.actor_rollout_ref.actor.terms = {"teacher": 0.1}
+    config.actor_rollout_ref.actor.teacher = {"url": "http://127.0.0.1:9", "served_model": "large"}
+    with pytest.raises(ConfigError):
+        prepare(config, Characters(), 0, 1)
+    config.trainer.val_only = True
+    prepare(config, Characters(), 0, 1)
 
 
 @pytest.mark.parametrize(
