@@ -18,6 +18,8 @@ from tests.verl.training.ranks import VOCAB
 from tests.verl.training.test_actor import make_actor, plain_log_probs
 from verl.batch import TokenBatch
 from verl.config import Config
+from verl.core_algos.chosen import policy_loss
+from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.errors import ConfigError
 from verl.ext.distillation import log_ratio
 from verl.ext.sibling import SiblingTeacher, teachers
@@ -107,16 +109,18 @@ def test_advantages_equal_plain_transformers_on_both_dialogues(old: str, is_shar
     assert metrics["rollout/sibling_kl"] == pytest.approx(float(torch.cat(ratios).mean()), rel=1e-3)
 
 
-def test_the_expected_gradient_is_that_of_trl() -> None:
-    """Over all tokens that may be sampled: reverse KL and its gradient, as in TRL's GKD."""
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_the_expected_gradient_is_that_of_trl(loss: str) -> None:
+    """Over all tokens that may be sampled, each loss has the gradient of TRL's GKD: reverse KL."""
     x = torch.arange(10, dtype=torch.float64).reshape(2, 5)
     student, teacher = x.sin().requires_grad_(), (1.7 * x).cos()
-    log_probs = student.log_softmax(-1)
-    mask = torch.ones_like(log_probs, dtype=torch.bool)
-    advantages = -log_ratio(log_probs.detach(), teacher.log_softmax(-1), mask)
-    sampled = log_probs.detach().exp()
-    (-(sampled * advantages * log_probs)).sum().backward()
-    assert float(-(sampled * advantages).sum()) == pytest.approx(TRL_LOSS, abs=1e-9)
+    log_probs, theirs = (y.log_softmax(-1).flatten() for y in (student, teacher))
+    own, every = log_probs.detach(), torch.ones(10, dtype=torch.bool)
+    advantages = -log_ratio(own, theirs, every)
+    inputs = PolicyLossInputs(log_probs, own, advantages, torch.zeros(10, dtype=torch.int64))
+    losses, _ = policy_loss(loss)(inputs)
+    (own.exp() * losses).sum().backward()
+    assert float(-(own.exp() * advantages).sum()) == pytest.approx(TRL_LOSS, abs=1e-9)
     expected = torch.tensor(TRL_GRADIENT, dtype=torch.float64)
     torch.testing.assert_close(student.grad, expected, rtol=0, atol=1e-9)
 
