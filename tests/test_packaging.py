@@ -19,9 +19,8 @@ OURS = {"verl", "search_r1", "searchr1", "example", "scripts", "benchmarks", "te
 BY_INSTALLER = {"vllm", "numba"}  # scripts/install.py chooses the build of vLLM, which brings numba
 INSIDE_EXTRAS = {
     "jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pyserini",
-    "openenv": "openenv-core",
 }  # fmt: skip
-"""Modules of the extras `lucene` and `openenv`, which the ordinary environment lacks."""
+"""Modules of the extra `lucene`, which the ordinary environment lacks."""
 
 
 def plain(name: str) -> str:

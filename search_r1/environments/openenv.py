@@ -1,7 +1,7 @@
 """An OpenEnv environment as the agent of a run: `agent.name=openenv:URL`.
 
 The tools of the environment, or its action as the one tool `act`, are those of the built-in loop.
-A dialogue is one session. Written against the protocol of openenv-core 0.3, whose client would
+A dialogue is one session. Written against the protocol of openenv 0.10, whose client would
 bring other versions of our packages; websockets, which uvicorn brings, is enough.
 """
 

@@ -9,7 +9,7 @@ import sys
 
 from verl.errors import explain
 
-PACKAGE = "openenv-core==0.3.0"
+PACKAGE = "openenv==0.10.0"
 
 
 def main() -> int:

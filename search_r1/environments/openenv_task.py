@@ -1,6 +1,6 @@
 """The search task as an OpenEnv environment: the tool `search`, and exact match of the answer.
 
-Written for openenv-core 0.3. An episode is one question: `reset(question=…,
+Written for openenv 0.10. An episode is one question: `reset(question=…,
 ground_truth=[…])`, calls of `search`, and a call of `answer`, which ends it with reward 0 or 1.
 `answer` is not listed, since a policy of ours answers in its own format.
 """

@@ -44,7 +44,7 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         openenv_server.main()
-    assert "fix: pip install openenv-core==" in " ".join(capsys.readouterr().err.split())
+    assert "fix: pip install openenv==" in " ".join(capsys.readouterr().err.split())
 
 
 def test_only_names_of_a_kind_are_that_kind() -> None:

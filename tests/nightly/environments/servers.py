@@ -1,4 +1,4 @@
-"""Serves OpenEnv environments to the tests, by openenv-core's own server."""
+"""Serves OpenEnv environments to the tests, by openenv's own server."""
 
 import sys
 

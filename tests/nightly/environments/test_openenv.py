@@ -1,8 +1,9 @@
-"""OpenEnv both ways, with openenv-core's own server and client in an environment of its own."""
+"""OpenEnv both ways, with its own server and client, and TRL's loop, beside our packages."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -15,9 +16,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from example import geography
 from search_r1.agent.generation import build_environment, search_agent
+from search_r1.agent.search import ANSWER_SHARE, BLANK_SHARE, EMPTY_SHARE
 from search_r1.agent.tags import TEMPLATES
 from search_r1.environments.openenv import OpenEnvAgent, over
+from search_r1.retrieval.engines.registry import build_retriever
+from search_r1.retrieval.server import create_app
+from search_r1.retrieval.settings import RetrieverConfig
+from tests.apps import running
 from tests.core.agent.chat_templates import QWEN, ChatTokenizer
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.nightly.environments.packages import python_with
@@ -29,23 +36,33 @@ from verl.config import Config
 from verl.ports import free_port
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
-PACKAGE = "openenv-core==0.3.0"
+PACKAGES = ("openenv==0.10.0", "trl==1.16.0")
 ROOT = Path(__file__).resolve().parents[3]
 NUM_DIALOGUES = int(os.environ.get("NUM_DIALOGUES", 1000))
 TOKENIZER = ByteTokenizer()
+OF_OUR_TOOL = (EMPTY_SHARE, BLANK_SHARE, ANSWER_SHARE)
+"""Statistics that our own search tool has in addition."""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Python with openenv-core, whose packages come before ours: `OPENENV_PYTHON`, or a new one."""
-    return python_with([PACKAGE], "OPENENV_PYTHON", tmp_path_factory)
+    """Python with both, whose packages come before ours: `OPENENV_PYTHON`, or a new one."""
+    return python_with(PACKAGES, "OPENENV_PYTHON", tmp_path_factory)
 
 
 @pytest.fixture(params=["search"])
 def url(python: str, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of the environment that the test names, served by openenv-core."""
+    """The address of the environment that the test names, served by openenv."""
     port = free_port()
-    command = [python, "-m", "tests.nightly.environments.servers", request.param, str(port)]
+    with served(
+        [python, "-m", "tests.nightly.environments.servers", request.param, str(port)], port
+    ) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def served(command: list[str], port: int) -> Iterator[str]:
+    """Run a server until the body ends; yield its address once it answers there."""
     path = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=path) as process:
         url = f"http://127.0.0.1:{port}"
@@ -121,7 +138,8 @@ def test_both_ways_have_the_same_tokens(url: str, is_native: bool) -> None:
         assert theirs.error == ""
         assert theirs.segments == ours.segments
         assert theirs.status is ours.status
-        assert theirs.stats == {**ours.stats, "environment_reward": 0}
+        expected_stats = {name: n for name, n in ours.stats.items() if name not in OF_OUR_TOOL}
+        assert theirs.stats == {**expected_stats, "environment_reward": 0}
     assert {t.status for t in played} >= {Status.ANSWERED, Status.OUT_OF_TURNS}
     assert sum(t.stats["valid_searches"] for t in played) > NUM_DIALOGUES
 
@@ -170,3 +188,21 @@ def test_openenvs_own_client_plays_our_task(python: str, url: str) -> None:
         (d.id, d.title, d.text) for d in expected
     ]
     assert (wrong, reward, done) == ("invalid_args", 1.0, True)
+
+
+def test_trls_own_loop_trains_on_our_task(python: str) -> None:
+    """A step of GRPO searches in our environment, which gives the rewards of the answers."""
+    port = free_port()
+    retriever = build_retriever(RetrieverConfig("bm25", str(geography.CORPUS)))
+    with running(create_app(retriever)) as found:
+        command = [python, "-m", "search_r1.environments.openenv_server", "--topk", "1",
+                   "--retriever-url", f"{found}/retrieve", "--port", str(port)]  # fmt: skip
+        with served(command, port) as url:
+            program = [python, "-m", "tests.nightly.environments.trl_loop", url]
+            path = {**os.environ, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run(program, check=True, capture_output=True, cwd=ROOT, env=path)
+    step = json.loads(done.stdout.splitlines()[-1])
+    assert step["searches"] > step["episodes"] / 2
+    assert 0 < sum(step["rewards"]) < step["episodes"] == len(step["rewards"])
+    assert step["reward"] == pytest.approx(sum(step["rewards"]) / step["episodes"])
+    assert 0 < step["grad_norm"] < 100
