@@ -51,7 +51,7 @@ export const CHINESE = {
   "the redder, the less expected (full at −5 nats)": "越红越意外（−5 奈特为最红）", "red below, green above": "负为红，正为绿",
   "not recorded: {names}": "未记录：{names}", "The dialogue token by token; the arrow keys move between tokens": "逐词元的对话，可用方向键移动",
   text: "文字", unknown: "未知", "loss mask": "损失掩码", probability: "概率", "No call returned a result.": "没有调用返回结果。", "(empty)": "（空）",
-  "contains the answer": "含有答案", "id {id}": "编号 {id}",
+  "has the answer": "含有答案", "id {id}": "编号 {id}",
   // one question
   "training and validation": "训练和验证", "No such question": "没有这个问题", "Accepted: ": "标准答案：", "Trajectories by step": "各步的轨迹",
   "answer ": "答案 ",

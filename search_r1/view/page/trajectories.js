@@ -110,11 +110,16 @@ function tableOf(rows, params) {
     const question = link("trajectory", keyOf(row, params.run), "question", row.question || say("(no question)"));
     const answer = make("td", `answer ${row.is_given ? "right" : ""}`, row.answer ?? "–");
     answer.title = say("accepted: {gold}", { gold: row.gold });
+    const cell = (name, kind, ...parts) => {
+      const made = make("td", kind, ...parts);
+      made.dataset.name = say(name); // where the columns have no heads
+      return made;
+    };
     return make("tr", "",
-      make("td", "number", String(row.step), row.kind === "val" ? make("span", "badge", say("val")) : ""),
+      cell("step", "number", String(row.step), row.kind === "val" ? make("span", "badge", say("val")) : ""),
       make("td", "wide", question, make("span", "queries", row.queries.replaceAll("\n", " › "))),
       answer, make("td", `outcome ${row.is_given ? "right" : row.is_found ? "missed" : ""}`, outcome(row)),
-      ...[row.score, row.searches, row.tokens, row.log_prob].map((value) => make("td", "number", short(value))),
+      ...["score", "searches", "tokens", "log-prob"].map((name) => cell(name, "number", short(row[name.replace("-", "_")]))),
       make("td", "quiet", say(row.status.replaceAll("_", " "))));
   })));
 }

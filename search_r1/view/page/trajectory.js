@@ -186,7 +186,7 @@ function searches(trajectory) {
     make("p", "query", make("span", "badge", call.tool), " ", call.query),
     make("ul", "", ...call.documents.map((document) => {
       const title = make("summary", "", document.title || document.text.slice(0, 80) || say("(empty)"));
-      if (document.has_answer) title.append(make("span", "badge has-answer", say("contains the answer")));
+      if (document.has_answer) title.append(make("span", "badge has-answer", say("has the answer")));
       const box = make("details", document.has_answer ? "has-answer" : "", title, make("p", "", document.text));
       if (document.id) box.append(make("p", "quiet", say("id {id}", { id: document.id })));
       return make("li", "", box);

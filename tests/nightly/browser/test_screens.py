@@ -18,6 +18,10 @@ from tests.nightly.browser.tabs import chromium
 pytestmark = pytest.mark.browser
 PICTURES = Path(__file__).resolve().parents[3] / "docs" / "pictures"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
+IN_ONE_LINE = (
+    "document.querySelector('#language').offsetTop < document.querySelector('h1').offsetHeight"
+)
+UNCUT = "(e) => e.scrollWidth <= e.clientWidth"
 SEEN = "(e) => [e.getBoundingClientRect()].every((b) => b.top >= 0 && b.bottom <= innerHeight)"
 
 
@@ -44,12 +48,14 @@ def test_each_page_fits_its_screen(pages: Pages, tmp_path: Path, look: str) -> N
             parts = tab.locator(first.pop(name)).all()
             assert parts and all(part.evaluate(SEEN) for part in parts), name
             assert tab.locator("h1 img[src='logo.svg']").count() == 1
+            assert tab.evaluate(IN_ONE_LINE), name
             is_chinese = tab.evaluate("document.documentElement.lang") == "zh"
             assert is_chinese == (look == "chinese")
             if name == "chat-working":
                 told = "正在思考 …" if is_chinese else "Thinking …"
                 assert tab.locator(".working").inner_text().startswith(told)
             if name == "view-list":
+                assert tab.locator(".scroll").evaluate(UNCUT)
                 is_folded = tab.locator(".more-filters[open]").count() == 0
                 assert is_folded == (look == "phone")
     assert not first

@@ -116,8 +116,8 @@ def test_filters_pages_and_side_by_side(visit: Callable[..., Visit]) -> None:
     page.tab.locator("select[name=outcome]").select_option("missed")
     page.see(".count", "1–1 of 1 trajectory")
     page.tab.locator("a.question").first.click()
-    page.see(".searches", "contains the answer")
-    assert page.texts("details.has-answer summary") == ["Francecontains the answer"]
+    page.see(".searches", "has the answer")
+    assert page.texts("details.has-answer summary") == ["Francehas the answer"]
     page.tab.get_by_role("link", name="This question over the steps").click()
     page.see("figure .readout", "1")
     assert len(page.texts("article.card")) == 2 + 2
