@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any, Literal, Self, cast
 
 import httpx
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.environment import Environment
@@ -43,6 +45,8 @@ MAX_MESSAGE = 100 * 2**20
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the action schemas of environments that list their tools."""
 FULL = "CAPACITY_REACHED"
+LONGEST_WAIT_S = 2.0
+"""Maximum seconds between two attempts to get a session."""
 OF_THE_POLICY = ("invalid_args", "tool_not_found", "execution_error")
 """Kinds of errors of a tool that the policy may read; the others are failures."""
 FIX = "start it (python -m search_r1.environments.openenv_server), or correct the address"
@@ -122,13 +126,15 @@ class Session:
     async def open(self) -> str:
         """Connect and reset, waiting while all sessions are taken; return what the policy sees."""
         options = self.server.options
-        problem = ""
-        for attempt in range(options.max_retries + 1):
+        deadline = time.monotonic() + options.max_outage
+        problem, failures = "", 0
+        for attempt in itertools.count():
             try:
                 self.socket = await self.server.connect()
                 reply = await self._exchange("reset", self.reset)
             except (OSError, TimeoutError, WebSocketException) as error:
                 problem = f"{type(error).__name__}: {error}"
+                failures += 1
             else:
                 if reply["type"] != "error":
                     return readable(reply["data"].get("observation") or {})
@@ -136,7 +142,9 @@ class Session:
                 if reply["data"].get("code") != FULL:
                     break
             await self.aclose()
-            await asyncio.sleep(min(0.1 * 2**attempt, 5.0))
+            if failures > options.max_retries or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(min(0.1 * 2**attempt, LONGEST_WAIT_S))
         raise self._failure(problem, "start it, with as many sessions as concurrent dialogues")
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -174,7 +182,9 @@ class Session:
 
     async def _exchange(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         assert self.socket is not None, "a step follows the reset"
-        await self.socket.send(json.dumps({"type": kind, "data": data}))
+        # A server without a free session says so and closes before it is asked.
+        with contextlib.suppress(ConnectionClosed):
+            await self.socket.send(json.dumps({"type": kind, "data": data}))
         answer = await asyncio.wait_for(self.socket.recv(), self.server.options.timeout)
         try:
             reply = json.loads(answer)

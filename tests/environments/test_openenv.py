@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from search_r1.agent.generation import AGENTS, agent_kind
 from search_r1.environments import openenv_server
 from search_r1.environments.openenv import (
     FAILED,
+    FULL,
     EnvironmentServer,
+    EpisodeOver,
     Session,
     described_action,
     items_of,
@@ -119,6 +123,24 @@ def test_a_reward_that_is_no_number_is_a_failure(reward: object) -> None:
     check_failure("step", reward_of(reward), "reward")
 
 
+def test_a_dialogue_waits_for_a_session() -> None:
+    """A full server closes at once, more often than a failing one would be asked again."""
+    options = ServerConfig(max_retries=1)
+    asked = 0
+
+    async def answer(socket: ServerConnection) -> None:
+        nonlocal asked
+        asked += 1
+        if asked <= options.max_retries + 3:
+            return await socket.send(json.dumps({"type": "error", "data": {"code": FULL}}))
+        async for _ in socket:
+            await socket.send(reward_of(None))
+        return None
+
+    play(answer, options)
+    assert asked == options.max_retries + 4
+
+
 def check_failure(kind: str, reply: str, message: str) -> None:
     """A dialogue whose server sends `reply` to messages of a kind is a failed one."""
 
@@ -127,19 +149,26 @@ def check_failure(kind: str, reply: str, message: str) -> None:
             if (sent := json.loads(text)["type"]) != "close":
                 await socket.send(reply if sent == kind else reward_of(None))
 
-    async def play() -> None:
+    with pytest.raises(ToolError, match=message) as raised:
+        play(answer, ServerConfig())
+    assert raised.value.faults == {FAILED: 1}
+
+
+def play(answer: Callable[[ServerConnection], Awaitable[None]], options: ServerConfig) -> None:
+    """Open an episode with a server, and take a step, which ends it."""
+
+    async def episode() -> None:
         async with serve(answer, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
-            address = EnvironmentServer(f"http://127.0.0.1:{port}", ServerConfig())
+            address = EnvironmentServer(f"http://127.0.0.1:{port}", options)
             prompt = Prompt("q", (1,), "test", ("x",))
             start = start_trajectory(prompt, group="g", sample=0, seed=0)
             session = Session(address, start)
             try:
                 await session.open()
-                await session.step({})
+                with contextlib.suppress(EpisodeOver):
+                    await session.step({})
             finally:
                 await session.aclose()
 
-    with pytest.raises(ToolError, match=message) as raised:
-        asyncio.run(play())
-    assert raised.value.faults == {FAILED: 1}
+    asyncio.run(episode())
