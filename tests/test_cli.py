@@ -49,8 +49,8 @@ COMMANDS = {
 """All commands with subcommands; each with the arguments without which it does not start."""
 
 
-def run(*commands: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", RUN_COMMANDS % (HEAVY,), ";".join(commands)]
+def run(*commands: str, heavy: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", RUN_COMMANDS % (heavy,), ";".join(commands)]
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -88,6 +88,22 @@ def test_mistakes_are_answered_at_once() -> None:
     done = run(*(f"{name} {arguments} {TYPO}" for name, arguments in COMMANDS.items()))
     assert done.stdout.count("status 2\n") == len(COMMANDS), done.stderr
     assert done.stderr.count("no-such-flag") == len(COMMANDS), done.stderr
+
+
+def test_what_is_missing_is_named_at_once() -> None:
+    """So are a retriever, a model, a run and a corpus that are not there."""
+    model = "--model models/none --retriever-url empty"
+    away = "--model example/policy --retriever-url http://127.0.0.1:9"
+    data = "evaluate --data example/data/val.parquet --out /nowhere/out"
+    commands = (
+        f"infer who? {away}", f"infer who? {model}", f"serve {away}", f"serve {model}",
+        f"{data} {away}", f"{data} {model}", "view runs/none", "replay runs/none --trajectory 1:0",
+        "index --corpus-path none.jsonl --retrieval-method bm25 --save-dir /nowhere/index",
+    )  # fmt: skip
+    done = run(*commands, heavy=HEAVY[:-1])  # pandas reads the questions of an evaluation
+    assert done.stdout.count("status 2\n") == len(commands), done.stderr
+    assert done.stderr.count("does not answer (ConnectError") == 3, done.stderr
+    assert done.stderr.count("models/none: got no such folder") == 3, done.stderr
 
 
 @pytest.mark.parametrize(
