@@ -10,9 +10,9 @@ COPY . .
 # BUILD is a flag and its value.
 # hadolint ignore=SC2086
 RUN python scripts/install.py /opt/venv ${BUILD} && rm -rf /root/.cache \
-    && useradd --create-home trainer && install -d -o trainer /data /app/runs /app/models \
+    && useradd --uid 1000 --create-home trainer && install -d -o trainer /data /app/runs /app/models \
     && chown trainer /app
-USER trainer
+USER 1000
 VOLUME /data
 EXPOSE 8000
 CMD ["bash", "retrieval_launch.sh"]
