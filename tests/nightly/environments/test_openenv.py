@@ -199,7 +199,7 @@ def test_trls_own_loop_trains_on_our_task(python: str) -> None:
                    "--retriever-url", f"{found}/retrieve", "--port", str(port)]  # fmt: skip
         with served(command, port) as url:
             program = [python, "-m", "tests.nightly.environments.trl_loop", url]
-            path = {**os.environ, "PYTHONPATH": str(ROOT)}
+            path = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(program, check=True, capture_output=True, cwd=ROOT, env=path)
     step = json.loads(done.stdout.splitlines()[-1])
     assert step["searches"] > step["episodes"] / 2
