@@ -11,7 +11,7 @@ COPY . .
 # hadolint ignore=SC2086
 RUN python scripts/install.py /opt/venv ${BUILD} && rm -rf /root/.cache \
     && useradd --uid 1000 --create-home trainer && install -d -o trainer /data /app/runs /app/models \
-    && chown trainer /app
+    && chown trainer /app /app/example
 USER 1000
 VOLUME /data
 EXPOSE 8000

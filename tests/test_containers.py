@@ -1,4 +1,4 @@
-"""Container files: what they name exists. They are not built: that needs a daemon and a network."""
+"""Container files: what they name exists. How the image was built: docs/evidence/walk.md."""
 
 import json
 import re
@@ -26,6 +26,10 @@ def test_the_image_installs_the_builds_that_the_installer_knows() -> None:
     assert dict(steps)["ARG"] == "BUILD=--cpu" and "${BUILD}" in dict(steps)["RUN"]
     assert (ROOT / dict(steps)["RUN"].split()[1]).is_file()
     assert (ROOT / json.loads(dict(steps)["CMD"])[1]).is_file()
+    given = re.findall(r"(?:install -d -o|chown) trainer ([^&]*)", dict(steps)["RUN"])
+    owned = {path for paths in given for path in paths.split()}
+    # Without an INDEX_PATH, the retriever writes its index beside the example's corpus.
+    assert owned == {"/data", "/app", "/app/runs", "/app/models", "/app/example"}
     flag, default = GPU["services"]["retriever"]["build"]["args"]["BUILD"].split()
     cuda = re.fullmatch(r"\$\{CUDA:-(\d+)\}", default)
     assert flag == "--cuda" and cuda and choose_wheels(False, int(cuda[1]))[0]
