@@ -104,7 +104,7 @@ test-engines: $(VENV)/.installed
 
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-nightly opens pages in Chromium," \
-	"which is missing: apt-get install chromium" >&2; exit 1; }
+	"which is missing: apt-get install chromium fonts-wqy-zenhei" >&2; exit 1; }
 
 slurm:
 	@PATH=$$PATH:/usr/sbin; for program in munged slurmctld slurmd sbatch; do \
