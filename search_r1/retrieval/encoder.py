@@ -6,6 +6,7 @@ torch and transformers are imported only when a model is opened, so that BM25 ne
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -133,6 +134,8 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
                 f"encoder {path}: got {dim!r} dimensions, expected 1 to 99999; fix: hash or hash:64"
             )
         return HashEncoder(int(dim or 64))
+    if path.endswith(".onnx"):
+        return _load_onnx(config, Path(path), max_length)
     family = family_of(model_name(path), config.encoder_family)
     is_passages = path == config.retriever_model
     flag = "retriever_model (of index_builder --model_path)" if is_passages else "query_model"
@@ -153,6 +156,17 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
         ) from error
     with explain_load_errors(flag, path):
         return SentenceEncoder(path, family, config, max_length)
+
+
+def _load_onnx(config: EncoderConfig, file: Path, max_length: int | None) -> Encoder:
+    try:
+        from search_r1.retrieval.encoders import onnx  # noqa: PLC0415 by name
+    except ImportError as error:
+        raise SetupError(
+            f"{file} needs ONNX Runtime ({error}); install it: {install_command('onnx')}"
+        ) from error
+    family = family_of(model_name(str(onnx.model_folder(file))), config.encoder_family)
+    return onnx.OnnxEncoder(file, family, config, max_length)
 
 
 def _describe(encoder: Encoder, dim: int) -> str:
