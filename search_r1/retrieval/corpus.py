@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 Offsets = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]  # (num_documents,)
-MAX_ROW_BYTES = 1 << 24
-"""Longer rows are refused, since no agent can read them."""
 MAX_CHECKED_ROWS, SAMPLED_ROWS = 1 << 14, 256
 """At start, all rows of a corpus of up to MAX_CHECKED_ROWS are read, else SAMPLED_ROWS of them."""
 SAMPLED = 64
@@ -91,7 +89,7 @@ class Corpus:
         if stored is None:
             from search_r1.retrieval.row_offsets import scan  # noqa: PLC0415 - only at first
 
-            stored = scan(path, data, status)
+            stored = scan(path, data, status, path.with_name(path.name + OFFSETS))
         offsets, digest = stored
         return cls(path, data, offsets, digest)
 

@@ -1,12 +1,23 @@
 """Finds documents of a corpus by their ids."""
 
 import functools
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.schema import Document
+
+
+class Documents(Protocol):
+    """A corpus, as far as ids need it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Document: ...
+
+    def __iter__(self) -> Iterator[Document]: ...
 
 
 class Ids:
@@ -16,7 +27,7 @@ class Ids:
     the whole corpus and keeps 16 bytes of memory per document.
     """
 
-    def __init__(self, corpus: Corpus) -> None:
+    def __init__(self, corpus: Documents) -> None:
         self._corpus = corpus
 
     def find(self, id: str) -> Document | None:

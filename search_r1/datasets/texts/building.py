@@ -12,9 +12,9 @@ from pathlib import Path
 
 from search_r1.datasets.texts.cutting import Cutter
 from search_r1.datasets.texts.files import TextFile, find_files
-from search_r1.retrieval.corpus import MAX_ROW_BYTES
 from search_r1.retrieval.errors import CorpusError
 from search_r1.retrieval.index.progress import progress
+from search_r1.retrieval.row_offsets import MAX_ROW_BYTES
 from search_r1.retrieval.schema import Document
 from verl.errors import explain
 from verl.files import atomic_write

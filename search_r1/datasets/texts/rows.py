@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from search_r1.retrieval.corpus import MAX_ROW_BYTES
+from search_r1.retrieval.row_offsets import MAX_ROW_BYTES
 from search_r1.retrieval.schema import IDS, TEXTS, Document
 from verl.data.parquet import read_parquet
 from verl.data.records import BadRow, short_repr

@@ -1,7 +1,7 @@
 """The protocol of retriever backends, and stage timing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +10,6 @@ from search_r1.retrieval.schema import Hit
 
 if TYPE_CHECKING:  # online engines need no numpy
     from search_r1.retrieval.corpus import Corpus, Mask
-    from search_r1.retrieval.fields import Fields
 
 Ranking = tuple[list[list[float]], list[list[int]]]
 Filter = tuple[tuple[str, ...], ...]
@@ -51,7 +50,9 @@ class RowRetriever:
     weight = 1.0
     """In a hybrid, unless weights are given."""
     filter_fields: tuple[str, ...] = ()
-    fields: "Fields | None" = None
+    fields: Any = None
+    filtered: Callable[[Filter], Retriever]
+    """Both set by `filtered.attach` where an index keeps fields: a `fields.Fields`."""
 
     def rank(self, queries: Sequence[str], k: int, allowed: "Mask | None" = None) -> Ranking:
         """Return scores and rows of at most `k` hits for each query, best first, ties by row.
@@ -62,11 +63,6 @@ class RowRetriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         return self.hits(self.rank(queries, k))
-
-    def filtered(self, filter: Filter) -> Retriever:
-        from search_r1.retrieval.engines.filtered import FilteredRows  # noqa: PLC0415 by request
-
-        return FilteredRows(self, filter)
 
     def hits(self, ranking: Ranking) -> list[list[Hit]]:
         """Read the documents of a ranking."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from search_r1.retrieval.encoders.families import Vectors
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
 from search_r1.retrieval.engines.filtered import attach
 from search_r1.retrieval.engines.own_rows import check_own_rows
+from search_r1.retrieval.engines.vector_index import VectorIndex
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.manifest import Manifest, locate, open_corpus
 from search_r1.retrieval.probes import PROBE_TEXT, check_probe
@@ -34,25 +35,6 @@ STATIC_WEIGHT = 0.25
 NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
 READ_CHUNK_BYTES = 1 << 24
-
-
-class VectorIndex(Protocol):
-    """A searchable index of vectors; its results do not depend on how queries are batched."""
-
-    num_rows: int
-    dim: int
-
-    def load(self, corpus: Corpus, encoder: Encoder) -> None:
-        """Prepare for searching; called once the index is known to fit corpus and encoder."""
-
-    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Ranking:
-        """Return scores and rows of at most `k` vectors per query, best first, ties by row.
-
-        `allowed` (num_rows,): the rows that may be found.
-        """
-
-    def info(self) -> dict[str, Any]:
-        """Return JSON-ready facts that affect the scores."""
 
 
 class DenseEngine(RowRetriever):

@@ -1,6 +1,7 @@
 """Limits a local engine to the rows of the corpus that a request's `filter` leaves."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ class FilteredRows:
     """The best rows that a filter leaves, with the scores that they have in the whole corpus."""
 
     def __init__(self, engine: RowRetriever, filter: Filter) -> None:
-        assert engine.fields is not None, "a filter names fields of the engine"
         self.name, self.num_threads = engine.name, 1
         self.num_documents = engine.num_documents
-        self._engine, self._fields, self._filter = engine, engine.fields, filter
+        self._engine, self._filter = engine, filter
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         with stage("filter"):
-            allowed = self._fields.mask(self._filter)
+            allowed = self._engine.fields.mask(self._filter)
         return self._engine.hits(self._engine.rank(queries, k, allowed))
 
     def info(self) -> dict[str, Any]:
@@ -41,5 +41,10 @@ def drop(ranking: Ranking, allowed: Mask, k: int) -> Ranking:
 def attach(engine: RowRetriever, folder: Path, manifest: Manifest) -> None:
     """Read the fields of an index, if it has any, for an engine that searches it."""
     if manifest.filter_fields:
-        engine.fields = Fields.open(folder, manifest.count)
-        engine.filter_fields = manifest.filter_fields
+        attach_fields(engine, Fields.open(folder, manifest.count), manifest.filter_fields)
+
+
+def attach_fields(engine: RowRetriever, fields: Fields, names: tuple[str, ...]) -> None:
+    """Let an engine filter by fields of its rows."""
+    engine.fields, engine.filter_fields = fields, names
+    engine.filtered = partial(FilteredRows, engine)

@@ -11,6 +11,7 @@ from typing import Any
 
 from search_r1.retrieval.corpus import Mask
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
+from search_r1.retrieval.engines.filtered import attach_fields
 from search_r1.retrieval.engines.fusion import joined, reciprocal
 from search_r1.retrieval.engines.registry import open_part
 from search_r1.retrieval.errors import SetupError
@@ -31,7 +32,7 @@ class HybridRetriever(RowRetriever):
         self.parts = dict(zip(name.split("+"), parts, strict=True))
         """The engines by name."""
         if with_fields := [part for part in parts if part.fields]:
-            self.fields, self.filter_fields = with_fields[0].fields, with_fields[0].filter_fields
+            attach_fields(self, with_fields[0].fields, with_fields[0].filter_fields)
         self._config = config
         self._weights = config.fusion_weights or tuple(part.weight for part in parts)
         if len(self._weights) != len(parts) or not any(self._weights):

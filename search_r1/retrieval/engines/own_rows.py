@@ -9,18 +9,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder
 from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.engines.vector_index import VectorIndex
 from search_r1.retrieval.errors import IndexMismatch
 from search_r1.retrieval.manifest import build_command
-
-if TYPE_CHECKING:
-    from search_r1.retrieval.engines.dense import VectorIndex
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,7 @@ class Stray:
 
 
 def check_own_rows(
-    name: str, path: Path, index: "VectorIndex", corpus: Corpus, encoder: Encoder
+    name: str, path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder
 ) -> None:
     """Raise IndexMismatch unless most of a few documents find themselves in the index.
 
@@ -79,7 +76,7 @@ def sample_rows(count: int) -> list[int]:
 
 
 def _strays(
-    rows: list[int], vectors: Vectors, index: "VectorIndex", corpus: Corpus, encoder: Encoder
+    rows: list[int], vectors: Vectors, index: VectorIndex, corpus: Corpus, encoder: Encoder
 ) -> Iterator[Stray]:
     is_l2 = index.info()["metric"] == "l2"
     # An inner product says which vectors are equal only if all have the same length.
