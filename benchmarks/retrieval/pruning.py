@@ -6,6 +6,7 @@ processor second; stops if a row or score differs.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -18,9 +19,9 @@ import bm25s
 import numpy as np
 
 from benchmarks.retrieval import corpora
-from search_r1.retrieval.corpus import Corpus
+from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.engines.bm25 import Bm25Retriever
-from search_r1.retrieval.engines.bm25_pruned import PrunedBm25
+from search_r1.retrieval.engines.bm25_pruned import PrunedRanking
 from search_r1.retrieval.index_builder import BuildConfig, build_index
 from search_r1.retrieval.tokenization import FOLDED
 
@@ -44,14 +45,16 @@ def recombine(source: Path, target: Path, count: int, seed: int = 0) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def compare(engines: dict[str, Bm25Retriever], questions: list[str], k: int) -> dict[str, float]:
+def compare(
+    engines: dict[str, Bm25Retriever], questions: list[str], k: int, allowed: Mask | None
+) -> dict[str, float]:
     """Return the least processor seconds per question of each engine; raises for a difference."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     found = {}
     for _ in range(ROUNDS):
         for name, engine in engines.items():
             start = time.process_time()
-            found[name] = engine.rank(questions, k)
+            found[name] = engine.rank(questions, k, allowed)
             seconds[name].append((time.process_time() - start) / len(questions))
     (scores, rows), (other_scores, other_rows) = found.values()
     for pair in (*zip(rows, other_rows, strict=True), *zip(scores, other_scores, strict=True)):
@@ -65,6 +68,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=corpora.CACHE)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--topk", type=int, nargs="+", default=[3, 10, 30, 100])
+    parser.add_argument("--left", type=int, nargs="+", default=[1], help="a filter leaves 1 of N")
     options = parser.parse_args()
     questions = corpora.questions(options.data)
     folder = options.cache / f"recombined-{options.rows}"
@@ -75,12 +79,15 @@ def main() -> int:
         build_index(BuildConfig("bm25", str(path), str(folder)))
     index, corpus = bm25s.BM25.load(index_folder, mmap=True), Corpus.open(path)
     engines = {"all": Bm25Retriever(index, corpus, FOLDED)}
-    engines["pruned"] = PrunedBm25(index, corpus, FOLDED)
-    for k in options.topk:
-        seconds = compare(engines, questions, k)
+    engines["pruned"] = Bm25Retriever(index, corpus, FOLDED, PrunedRanking)
+    for k, left in itertools.product(options.topk, options.left):
+        mask = np.arange(len(corpus)) % left == 0 if left > 1 else None
+        seconds = compare(engines, questions, k, mask)
         rates = ", ".join(f"{name} {1 / s:,.0f}" for name, s in seconds.items())
         ratio, load = seconds["all"] / seconds["pruned"], os.getloadavg()[0]
-        sys.stdout.write(f"k {k}: {rates} queries/s, ratio {ratio:.2f}, load {load:.1f}\n")
+        sys.stdout.write(
+            f"k {k}, 1 of {left}: {rates} queries/s, ratio {ratio:.2f}, load {load:.1f}\n"
+        )
         sys.stdout.flush()
     return 0
 

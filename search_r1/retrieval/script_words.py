@@ -24,6 +24,8 @@ SHARE = 0.01
 _RUN = re.compile(f"[{RANGES}]+")
 _OTHER = re.compile(f"[\u0900-\u0dff{RANGES}]")
 """Scripts for which `folded` is not made: those without spaces, and those of India."""
+_ASKING = re.compile("请问|为什么|什么|怎么样?|怎样|如何|多少|哪[个里些位]|谁|的|是|[吗呢]$")
+"""What asks, and the commonest words without a meaning of their own, in simplified characters."""
 _LETTER = re.compile(r"[^\W\d_]")
 FIX = "build it again with `search-r1 index --retrieval_method bm25 --analyzer scripts ...`"
 
@@ -35,14 +37,37 @@ def words_of(texts: Sequence[str]) -> list[list[str]]:
     vowels belong to the words of their letters. Example: ``"1990 北京"`` gives ``1990``, ``北``,
     ``京`` and ``北京``.
     """
+    return [[*words, *_of_runs(runs)] for words, runs in _divided(texts)]
+
+
+def words_of_queries(texts: Sequence[str]) -> list[list[str]]:
+    """Return the words of folded queries, some repeated, which weighs them by their number.
+
+    Beside a script without spaces a name in letters would weigh too little: in characters, one for
+    about two letters, it would be several words, and it counts as many. What asks in Chinese is
+    left out, as English stop words are. Example: ``"Oslo 是什么"`` gives ``oslo`` three times.
+    """
+    queries = []
+    for words, runs in _divided(texts):
+        kept = [part for run in runs for part in _ASKING.split(run) if part]
+        repeated = (word for word in words for _ in range(len(word) + len(word) % 2 - 1))
+        queries.append([*repeated, *_of_runs(kept)] if runs else words)
+        if not queries[-1]:  # the question is all there is
+            queries[-1] = [*_of_runs(runs)]
+    return queries
+
+
+def _divided(texts: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield each text's words in scripts with spaces, and its runs in scripts without."""
     spaced: list[list[str]] = bm25s.tokenize(
         [_RUN.sub(" ", text) for text in texts],
         token_pattern=_spaced_pattern(), stopwords="en", return_ids=False, show_progress=False,
     )  # fmt: skip
-    return [
-        [*words, *(word for run in _RUN.findall(text) for word in _characters_and_pairs(run))]
-        for words, text in zip(spaced, texts, strict=True)
-    ]
+    return zip(spaced, map(_RUN.findall, texts), strict=True)
+
+
+def _of_runs(runs: Sequence[str]) -> Iterator[str]:
+    return (word for run in runs for word in _characters_and_pairs(run))
 
 
 @functools.cache

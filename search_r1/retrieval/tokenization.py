@@ -15,7 +15,7 @@ FOLDED = "folded"
 UNFOLDED = ""
 """Name of the analyzer of indexes that were built before there was another one."""
 SCRIPTS = "scripts"
-"""`folded`, and words of scripts without spaces: `search_r1.retrieval.script_words`."""
+"""`folded`, and words of scripts without spaces, other ones of queries: `script_words`."""
 ANALYZERS = (FOLDED, SCRIPTS, UNFOLDED)
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
@@ -46,17 +46,16 @@ _FOLDING = _Folding({code: None for marks in _ACCENTS for code in marks})
 _FOLDING |= {ord(letter): plain for letter, plain in _LETTERS.items()}
 
 
-def tokenize(texts: Sequence[str], analyzer: str = FOLDED) -> list[list[str]]:
-    """Return each text's lower-case words of two or more characters, without English stop words.
-
-    With `SCRIPTS` there are words of one character, too, in scripts without spaces.
-    """
+def tokenize(
+    texts: Sequence[str], analyzer: str = FOLDED, *, of_queries: bool = False
+) -> list[list[str]]:
+    """Return lower-case words of two or more characters, without English stop words, of texts."""
     if analyzer != UNFOLDED:
         texts = [fold(text) for text in texts]
     if analyzer == SCRIPTS:
-        from search_r1.retrieval.script_words import words_of  # noqa: PLC0415 - few need it
+        from search_r1.retrieval import script_words  # noqa: PLC0415 - few need it
 
-        return words_of(texts)
+        return (script_words.words_of_queries if of_queries else script_words.words_of)(texts)
     words: list[list[str]] = bm25s.tokenize(
         list(texts), stopwords="en", return_ids=False, show_progress=False
     )

@@ -61,6 +61,20 @@ def test_each_search_finds_its_passage(folder: Path) -> None:
     assert len(queries) > 300 and shown == expected
 
 
+def test_questions_of_two_searches_find_their_city(folder: Path) -> None:
+    """The question itself, mostly of common characters, is as good a query as the city's name."""
+    retriever = open_retriever(RetrieverConfig(corpus_path=str(folder / "corpus.jsonl")))
+    rows = pq.read_table(folder / "val.parquet").to_pylist()
+    asked = [row["extra_info"]["question"] for row in rows if "所在国家" in str(row["extra_info"])]
+    found = retriever.search(asked, 3)
+    cities = [question.partition("所在国家")[0] for question in asked]
+    num_found = sum(
+        city in [hit.document.title for hit in hits]
+        for city, hits in zip(cities, found, strict=True)
+    )
+    assert len(asked) == 60 and num_found >= 0.95 * len(asked)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

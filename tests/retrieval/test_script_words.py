@@ -57,6 +57,23 @@ def test_chinese_questions_find_their_passages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("Oslo所在国家是什么", ["oslo"] * 3 + ["所", "在", "所在", "国", "在国", "家", "国家"]),
+        ("Lagos 人口多少？", ["lagos"] * 5 + ["人", "口", "人口"]),
+        ("what is the capital of Oslo", ["what", "capital", "oslo"]),
+        ("是什么", ["是", "什", "是什", "么", "什么"]),
+        ("", []),
+    ],
+)
+def test_words_of_queries(query: str, words: list[str]) -> None:
+    """Names in letters weigh as much as in characters, beside those; what asks is left out."""
+    assert tokenize([query], SCRIPTS, of_queries=True) == [words]
+    if query.isascii():
+        assert tokenize([query], SCRIPTS) == [words]
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("1990年 in 北京。", ["1990", "年", "北", "北京", "京"]),

@@ -1,8 +1,9 @@
 """BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -21,7 +22,8 @@ from search_r1.retrieval.tokenization import ANALYZERS, FOLDED, SCRIPTS, UNFOLDE
 logger = logging.getLogger(__name__)
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
-POSTINGS = ("data", "indices", "indptr")
+Ranked = tuple[list[int], list[float]]  # rows and scores of a query's documents, best first
+Rank = Callable[[list[str], int, Mask | None], Ranked]
 UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
 """Errors that bm25s, numpy and json raise for malformed files."""
@@ -37,13 +39,18 @@ class Bm25Retriever(RowRetriever):
     name = "bm25"
     num_threads = 1
 
-    def __init__(self, index: bm25s.BM25, corpus: Corpus, analyzer: str = FOLDED) -> None:
-        """`analyzer`: the one that read the documents; it reads the queries, too."""
+    def __init__(
+        self, index: bm25s.BM25, corpus: Corpus, analyzer: str = FOLDED,
+        ranked_by: Callable[[bm25s.BM25, Rank], Rank] | None = None,
+    ) -> None:  # fmt: skip
+        """`analyzer`: the documents'; `ranked_by`: returns what ranks in place of all postings."""
         self._index, self._analyzer = index, analyzer
+        self._words = partial(tokenize, analyzer=analyzer, of_queries=True)
         self._watches_queries = analyzer != SCRIPTS
         self.corpus, self.num_documents = corpus, len(corpus)
         # Plain arrays, since slicing a np.memmap costs as much as reading a short posting list.
-        index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
+        index.scores |= {n: np.asarray(index.scores[n]) for n in ("data", "indices", "indptr")}
+        self._rank: Rank = ranked_by(index, self._rank_all) if ranked_by else self._rank_all
 
     @classmethod
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
@@ -71,12 +78,12 @@ class Bm25Retriever(RowRetriever):
                 f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
                 f"bm25s wrote for {len(corpus)} documents: build it again with `{command}`"
             ) from error
+        ranked_by = None
         if len(index.scores["data"]) >= LARGE:
-            from search_r1.retrieval.engines.bm25_pruned import open_pruned  # noqa: PLC0415 if large
+            from search_r1.retrieval.engines import bm25_pruned  # noqa: PLC0415 - if large
 
-            engine = open_pruned(index, corpus, manifest.analyzer)
-        else:
-            engine = cls(index, corpus, manifest.analyzer)
+            ranked_by = bm25_pruned.open_pruned
+        engine = cls(index, corpus, manifest.analyzer, ranked_by)
         if manifest.filter_fields:
             from search_r1.retrieval.engines.filtered import attach  # noqa: PLC0415 - as needed
 
@@ -89,19 +96,17 @@ class Bm25Retriever(RowRetriever):
 
             self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
-            ranked = [self._rank(words, k, allowed) for words in tokenize(queries, self._analyzer)]
+            ranked = [self._rank(words, k, allowed) for words in self._words(queries)]
         return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
     def explain(self, query: str, k: int) -> list[dict[str, float]]:
         """Return each hit's words of the query, with what they give to its score."""
         from search_r1.retrieval.engines.bm25_words import shares_of_words  # noqa: PLC0415 by a page
 
-        [words], (_, [rows]) = tokenize([query], self._analyzer), self.rank([query], k)
+        [words], (_, [rows]) = self._words([query]), self.rank([query], k)
         return shares_of_words(self._index, words, rows)
 
-    def _rank(
-        self, words: list[str], k: int, allowed: Mask | None
-    ) -> tuple[list[int], list[float]]:
+    def _rank_all(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
         word_ids = self._index.get_tokens_ids(words)
         if not word_ids:
             return [], []
@@ -126,8 +131,9 @@ class Bm25Retriever(RowRetriever):
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
         # An index of the earlier analyzer keeps the facts that runs on it have recorded.
         analyzer = {"analyzer": self._analyzer} if self._analyzer != UNFOLDED else {}
+        weighed = {"queries": "weighed"} if self._analyzer == SCRIPTS else {}  # once they were not
         corpus = asdict(self.corpus.fingerprint)
-        return {"engine": self.name, **parameters, **analyzer, "corpus": corpus}
+        return {"engine": self.name, **parameters, **analyzer, **weighed, "corpus": corpus}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
@@ -137,7 +143,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
         return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
     from search_r1.retrieval.engines.bm25_beside import open_beside  # noqa: PLC0415 - as needed
 
-    return open_beside(corpus, config)
+    return open_beside(corpus, lambda folder: Bm25Retriever.open(folder, corpus, config))
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:

@@ -19,6 +19,7 @@ ROUNDING = 2.0**-22
 compiled: Callable[[Any], Any] = njit(nogil=True, cache=True)
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 
 class Postings(NamedTuple):
@@ -40,13 +41,21 @@ class Postings(NamedTuple):
 
 @compiled
 def best_rows(
-    postings: Postings, words: Ids, order: Ids, rest: Any, num_rare: int, best: Scores, sums: Scores
+    postings: Postings,
+    words: Ids,
+    order: Ids,
+    rest: Any,
+    num_rare: int,
+    best: Scores,
+    sums: Scores,
+    allowed: Mask,
 ) -> tuple[Any, Any]:
     """Return all rows that are among the best or tie with the last of them, and their scores.
 
     A score is summed in the order of `words` (num_words,); they are used in that of `order`, first
     `num_rare` without bitmaps, and those from i on give at most `rest[i]`. `best` (k,) and `sums`,
-    as long as a window, are zeros; `sums` are zeros again afterwards.
+    as long as a window, are zeros; `sums` are zeros again afterwards. `allowed` (num_documents,):
+    which rows may be found; (0,): all.
     """
     # Positions are unsigned, since numba lets signed ones count from the end, at a price.
     scores, rows, starts, slots, bits, ranks = postings
@@ -54,7 +63,7 @@ def best_rows(
     cursors, ends, floor = starts[order], starts[order + 1], 0.0
     capacity = (ends - cursors).sum()
     found, totals = np.empty(capacity, dtype=np.int32), np.empty(capacity, dtype=np.float32)
-    count = 0
+    count, is_limited = 0, len(allowed) > 0
     used, low, width = len(order), 0, max(1, len(sums) // 16)
     while low < 64 * bits.shape[1]:
         high, width = low + width, min(2 * width, len(sums))
@@ -72,6 +81,8 @@ def best_rows(
                 at += 1
                 total = sums[uint32(row - low)]
                 sums[uint32(row - low)] = 0
+                if is_limited and not allowed[uint32(row)]:
+                    continue
                 if total == 0 or total + rest[used] < floor:
                     continue  # found by another word before, or it cannot be among the best
                 for j in range(used, len(order)):

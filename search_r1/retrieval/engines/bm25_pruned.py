@@ -1,12 +1,12 @@
-"""BM25 over a large index: the documents and scores of `Bm25Retriever`, most postings unread."""
+"""BM25 over a large index: the documents and scores of all postings, most of which stay unread."""
 
 import logging
+from collections.abc import Callable
 
 import bm25s
 import numpy as np
 
-from search_r1.retrieval.corpus import Corpus, Mask
-from search_r1.retrieval.engines.bm25 import POSTINGS, Bm25Retriever
+from search_r1.retrieval.corpus import Mask
 
 logger = logging.getLogger(__name__)
 
@@ -15,42 +15,45 @@ WINDOW = 1 << 15
 COMMON = 32
 """A word is common, and gets a bitmap once it is searched, if more than one document in so many has
 it: 1.5 bits for each document, and about a tenth of the index for all common words."""
+ALL = np.zeros(0, dtype=bool)
+"""For the loops: every row may be found."""
 MAX_K = 100
 """Most documents for which leaving postings out was measured to be faster than adding all."""
 
 
-class PrunedBm25(Bm25Retriever):
-    """Ranks as `Bm25Retriever` does, bit for bit."""
+Ranked = tuple[list[int], list[float]]
+Rank = Callable[[list[str], int, Mask | None], Ranked]
 
-    def __init__(
-        self, index: bm25s.BM25, corpus: Corpus, analyzer: str, window: int = WINDOW
-    ) -> None:
+
+class PrunedRanking:
+    """Ranks as all postings do, bit for bit."""
+
+    def __init__(self, index: bm25s.BM25, rank_all: Rank, window: int = WINDOW) -> None:
         """`window`: rows that are scored together. Raises ImportError without numba.
 
         The loops are compiled here, unless they were before.
         """
         from search_r1.retrieval.engines import bm25_loops  # noqa: PLC0415 imports numba
 
-        super().__init__(index, corpus, analyzer)
-        scores, rows, starts = (index.scores[name] for name in POSTINGS)
+        self._index, self._rank_all = index, rank_all
+        scores, rows, starts = (index.scores[name] for name in ("data", "indices", "indptr"))
+        num_documents = int(index.scores["num_docs"])
         sizes = np.diff(starts)
-        common = np.flatnonzero(sizes * COMMON > len(corpus))
+        common = np.flatnonzero(sizes * COMMON > num_documents)
         slots = np.full(len(sizes), -1, dtype=np.int32)
         slots[common] = np.arange(len(common), dtype=np.int32)
-        bits = np.zeros((len(common), len(corpus) // 64 + 1), dtype=np.uint64)
+        bits = np.zeros((len(common), num_documents // 64 + 1), dtype=np.uint64)
         ranks = np.zeros(bits.shape, dtype=np.int32)
         self._loops = bm25_loops
         self._postings = bm25_loops.Postings(scores, rows, starts, slots, bits, ranks)
         self._peaks = np.zeros(len(sizes), dtype=np.float32)  # of words that were searched
         self._sums = np.zeros(window, dtype=np.float32)
-        self._rank([next(iter(index.vocab_dict))], 1, None)
+        self([next(iter(index.vocab_dict))], 1, None)
 
-    def _rank(
-        self, words: list[str], k: int, allowed: Mask | None
-    ) -> tuple[list[int], list[float]]:
+    def __call__(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
         ids = np.array(self._index.get_tokens_ids(words), dtype=np.int64)
-        if not len(ids) or k > MAX_K or allowed is not None:
-            return super()._rank(words, k, allowed)
+        if not len(ids) or k > MAX_K:
+            return self._rank_all(words, k, allowed)
         for word in ids[self._peaks[ids] == 0]:
             self._prepare(word)
         # Rare words first, then those that give most.
@@ -61,8 +64,9 @@ class PrunedBm25(Bm25Retriever):
         rest *= 1 + self._loops.ROUNDING * len(ids)
         num_rare, best = int(np.isinf(gain).sum()), np.zeros(k, dtype=np.float32)
         rows, scores = self._loops.best_rows(
-            self._postings, ids, ids[by_use], rest, num_rare, best, self._sums
-        )
+            self._postings, ids, ids[by_use], rest, num_rare, best, self._sums,
+            ALL if allowed is None else allowed,
+        )  # fmt: skip
         order = np.lexsort((rows, -scores))[:k]
         return rows[order].tolist(), scores[order].tolist()
 
@@ -78,15 +82,15 @@ class PrunedBm25(Bm25Retriever):
             ranks[slot, 1:] = np.bitwise_count(bits[slot, :-1]).cumsum()
 
 
-def open_pruned(index: bm25s.BM25, corpus: Corpus, analyzer: str) -> Bm25Retriever:
-    """Return an engine for a large index: PrunedBm25, or the plain one where numba is missing."""
+def open_pruned(index: bm25s.BM25, rank_all: Rank) -> Rank:
+    """Return what ranks a large index: PrunedRanking, or all postings where numba is missing."""
     logger.info("%d postings: compiling loops, which takes seconds the first time",
                 len(index.scores["data"]))  # fmt: skip
     try:
-        return PrunedBm25(index, corpus, analyzer)
+        return PrunedRanking(index, rank_all)
     except (ImportError, RuntimeError) as error:  # RuntimeError: no folder for compiled loops
         logger.warning(
             "%s; searches of so many passages are several times as fast with numba and a folder "
             "for what it compiles: pip install numba, set NUMBA_CACHE_DIR", error,
         )  # fmt: skip
-        return Bm25Retriever(index, corpus, analyzer)
+        return rank_all

@@ -232,7 +232,7 @@ class MilvusCollection:
 
     def search_words(self, queries: Sequence[str], k: int) -> list[list[Match]]:
         limit, fields = min(k + MARGIN, MAX_HITS), ["row"]
-        texts = _words(queries)
+        texts = _words(queries, of_queries=True)
         asked = [*dict.fromkeys(filter(None, texts))]
         with self._errors():
             found = self._client.search(
@@ -314,9 +314,9 @@ def open_retriever(config: RetrieverConfig) -> RemoteRetriever:
     return open_remote(config)
 
 
-def _words(texts: Sequence[str]) -> list[str]:
+def _words(texts: Sequence[str], *, of_queries: bool = False) -> list[str]:
     """Return the words of each text, as `bm25` in a folder has them, between spaces."""
-    return [" ".join(words) for words in tokenize(texts, SCRIPTS)]
+    return [" ".join(words) for words in tokenize(texts, SCRIPTS, of_queries=of_queries)]
 
 
 def _effort(factory: str, limit: int, config: FaissConfig) -> dict[str, int]:

@@ -26,7 +26,10 @@ def test_recombined_passages_and_a_difference(tmp_path: Path) -> None:
     assert [(r.title, r.text) for r in rows[: len(first)]] == [(r.title, r.text) for r in first]
     assert {row.title for row in rows} == {row.title for row in first}
     one = engine(tmp_path / "one", tmp_path / "many.jsonl")
-    assert set(compare({"all": one, "pruned": one}, ["capital", "Danube"], 3)) == {"all", "pruned"}
+    assert set(compare({"all": one, "pruned": one}, ["capital", "Danube"], 3, None)) == {
+        "all",
+        "pruned",
+    }
     other = engine(tmp_path / "other", source)
     with pytest.raises(AssertionError):
-        compare({"all": one, "pruned": other}, ["capital", "Danube"], 3)
+        compare({"all": one, "pruned": other}, ["capital", "Danube"], 3, None)

@@ -1,6 +1,7 @@
 """Pruned BM25: the hits and scores of the plain engine, bit for bit."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import bm25s
@@ -9,7 +10,7 @@ import pytest
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.engines.bm25 import Bm25Retriever
-from search_r1.retrieval.engines.bm25_pruned import MAX_K, PrunedBm25, open_pruned
+from search_r1.retrieval.engines.bm25_pruned import MAX_K, PrunedRanking, open_pruned
 from search_r1.retrieval.tokenization import tokenize
 
 pytest.importorskip("numba")
@@ -36,7 +37,8 @@ def test_ranks_as_the_plain_engine(tmp_path: Path, num_documents: int, window: i
     texts, queries = made_up(tmp_path / "corpus.jsonl", num_documents)
     index, corpus = bm25s.BM25(), Corpus.open(tmp_path / "corpus.jsonl")
     index.index(texts, show_progress=False)
-    plain, pruned = Bm25Retriever(index, corpus), PrunedBm25(index, corpus, "folded", window)
+    ranked_by = partial(PrunedRanking, window=window)
+    plain, pruned = (Bm25Retriever(index, corpus, "folded", by) for by in (None, ranked_by))
     for k in (1, 3, 40, MAX_K + 1):
         assert pruned.rank(queries, k) == plain.rank(queries, k)
 
@@ -47,6 +49,6 @@ def test_ranks_real_questions_as_the_plain_engine() -> None:
     texts = [document.contents for document in corpus.documents(range(len(corpus)))]
     index = bm25s.BM25()
     index.index(tokenize(texts), show_progress=False)
-    plain, pruned = Bm25Retriever(index, corpus), open_pruned(index, corpus, "folded")
-    assert isinstance(pruned, PrunedBm25)
+    plain, pruned = (Bm25Retriever(index, corpus, "folded", by) for by in (None, open_pruned))
+    assert isinstance(pruned._rank, PrunedRanking)
     assert pruned.rank(texts[::20], 5) == plain.rank(texts[::20], 5)
