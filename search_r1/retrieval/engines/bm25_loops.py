@@ -41,15 +41,9 @@ class Postings(NamedTuple):
 
 @compiled
 def best_rows(
-    postings: Postings,
-    words: Ids,
-    order: Ids,
-    rest: Any,
-    num_rare: int,
-    best: Scores,
-    sums: Scores,
-    allowed: Mask,
-) -> tuple[Any, Any]:
+    postings: Postings, words: Ids, order: Ids, rest: Any, num_rare: int, best: Scores,
+    sums: Scores, allowed: Mask,
+) -> tuple[Any, Any]:  # fmt: skip
     """Return all rows that are among the best or tie with the last of them, and their scores.
 
     A score is summed in the order of `words` (num_words,); they are used in that of `order`, first

@@ -44,7 +44,7 @@ TITLE_LENGTHS = range(3, 61)
 Search = Callable[[Sequence[str], int], Awaitable[list[list[Document]]]]
 
 
-class Asked(Protocol):
+class AskedService(Protocol):
     """The service whose page asks."""
 
     config: ServiceConfig
@@ -74,7 +74,7 @@ class RecallRequest(BaseModel):
     beside: str | None = None
 
 
-async def answer(service: Asked, name: str, request: Request) -> Any:
+async def answer(service: AskedService, name: str, request: Request) -> Any:
     """Return the JSON answer to one of the page's questions; raises HTTPException, SearchError."""
     if name not in QUESTIONS:
         raise HTTPException(404, f"the page has no question {name!r}")
@@ -82,13 +82,13 @@ async def answer(service: Asked, name: str, request: Request) -> Any:
     return await QUESTIONS[name](service, body)
 
 
-async def start(service: Asked, body: bytes) -> dict[str, Any]:
+async def start(service: AskedService, body: bytes) -> dict[str, Any]:
     """Return examples and the names of what can be searched beside this engine."""
     asked = await service.batcher.run(partial(examples, service.engine))
     return {"examples": asked, "beside": [*parts_of(service), *service.config.compare_with]}
 
 
-async def why(service: Asked, body: bytes) -> dict[str, Any]:
+async def why(service: AskedService, body: bytes) -> dict[str, Any]:
     """Return the parts of each hit's score, best first; null if the engine has only one number."""
     asked = parse(body, WhyRequest)
     check_topk(service, asked.topk)
@@ -99,7 +99,7 @@ async def why(service: Asked, body: bytes) -> dict[str, Any]:
     return {"parts": [sorted(part.items(), key=lambda item: -item[1]) for part in parts]}
 
 
-async def beside(service: Asked, body: bytes) -> dict[str, Any]:
+async def beside(service: AskedService, body: bytes) -> dict[str, Any]:
     """Return the documents of another engine or server, best first."""
     asked = parse(body, BesideRequest)
     check_topk(service, asked.topk)
@@ -107,7 +107,7 @@ async def beside(service: Asked, body: bytes) -> dict[str, Any]:
     return {"documents": [asdict(document) for document in documents]}
 
 
-async def recall(service: Asked, body: bytes) -> dict[str, Any]:
+async def recall(service: AskedService, body: bytes) -> dict[str, Any]:
     """Return the share of questions with an accepted answer in the first documents, by engine."""
     asked = parse(body, RecallRequest)
     questions = list(read_questions(asked.text))
@@ -143,19 +143,19 @@ async def first_ranks(
     return ranks
 
 
-def check_topk(service: Asked, topk: int) -> None:
+def check_topk(service: AskedService, topk: int) -> None:
     """Raise a 422 for more documents than the server allows."""
     if topk > (limit := service.config.max_topk):
         raise HTTPException(422, f"topk is {topk}; expected {limit} or less: see --max_topk")
 
 
-def parts_of(service: Asked) -> dict[str, RowRetriever]:
+def parts_of(service: AskedService) -> dict[str, RowRetriever]:
     """Return the engines that a hybrid joins, by name."""
     parts: dict[str, RowRetriever] = getattr(service.engine, "parts", {})
     return parts
 
 
-def column(service: Asked, name: str) -> Search:
+def column(service: AskedService, name: str) -> Search:
     """Return the search of a part of a hybrid, or of a server of --compare_with; raises a 422."""
     if (part := parts_of(service).get(name)) is not None:
         return partial(own, service, part)
@@ -166,7 +166,7 @@ def column(service: Asked, name: str) -> Search:
 
 
 async def own(
-    service: Asked, engine: Retriever | RowRetriever, queries: Sequence[str], k: int
+    service: AskedService, engine: Retriever | RowRetriever, queries: Sequence[str], k: int
 ) -> list[list[Document]]:
     """Search in this process, between two batches of other clients."""
     found: list[list[Hit]] = await service.batcher.run(partial(engine.search, queries, k))
