@@ -16,7 +16,9 @@ def check_model_name(flag: str, model_path: str) -> None:
 
     Without a connection, loading would retry each file of the model for minutes.
     """
-    if Path(model_path).is_dir() or model_path.partition(":")[0] == HASH:
+    path = Path(model_path)
+    is_file = path.suffix == ".onnx" and path.is_file()
+    if path.is_dir() or is_file or model_path.partition(":")[0] == HASH:
         return
     if model_path.startswith((".", "/", "~")):
         raise SetupError(

@@ -1,5 +1,7 @@
 """Encoders in ONNX files, against sentence-transformers over the same folder."""
 
+import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +17,10 @@ pytest.importorskip("onnxruntime", reason="pip install '.[onnx]'")
 
 from search_r1.retrieval.encoder import open_encoder
 from search_r1.retrieval.encoders.onnx_export import export
+from search_r1.retrieval.engines.registry import build_retriever
 from search_r1.retrieval.errors import SetupError
-from search_r1.retrieval.settings import EncoderConfig
+from search_r1.retrieval.index_builder import BuildConfig, build_index
+from search_r1.retrieval.settings import EncoderConfig, RetrieverConfig
 
 TEXTS = ["who is the capital of france", "river", "what is a city , a river .", "", "a " * 60]
 MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True}
@@ -98,6 +102,23 @@ def test_what_a_file_cannot_do_is_refused(
         (Path(folder) / damage).write_text("[1]")
     with pytest.raises(SetupError, match=key):
         open_encoder(EncoderConfig(f"{folder}/{FILE}", **options))
+
+
+def test_an_index_is_the_folders_too(make_model: Make, declare: Make, tmp_path: Path) -> None:
+    """What a file built, the folder serves, and the other way round."""
+    pytest.importorskip("faiss")
+    folder, path = make_model("tiny"), tmp_path / "corpus.jsonl"
+    declare(folder, MEAN, "Pooling", "Normalize")
+    export(Path(folder))
+    path.write_text("\n".join(json.dumps({"id": t, "contents": t}) for t in TEXTS if t))
+    models, found = [folder, f"{folder}/{FILE}"], []
+    for builder, server in itertools.product(models, models):
+        name = f"by{models.index(builder)}"
+        index = str(build_index(BuildConfig(name, str(path), str(tmp_path), builder)))
+        config = RetrieverConfig(name, str(path), index, encoder=EncoderConfig(server))
+        hits = build_retriever(config).search(["river", "the capital of france"], 3)
+        found.append([[hit.document.id for hit in some] for some in hits])
+    assert found == found[:1] * 4
 
 
 def test_it_needs_neither_torch_nor_transformers(make_model: Make, declare: Make) -> None:
