@@ -20,7 +20,7 @@ from search_r1.retrieval.engines.base import Ranking, Retriever
 from search_r1.retrieval.engines.dense import open_dense
 from search_r1.retrieval.engines.filtered import drop
 from search_r1.retrieval.engines.flat_file import METRICS, read_index, reason_of
-from search_r1.retrieval.errors import IndexMismatch, SetupError
+from search_r1.retrieval.errors import IndexMismatch, SetupError, install_command
 from search_r1.retrieval.settings import FaissConfig, RetrieverConfig
 
 logger = logging.getLogger(__name__)
@@ -201,8 +201,8 @@ def check_gpu(verb: str) -> int:
     if num_gpus == 0:
         other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""
         raise SetupError(
-            "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build (faiss-gpu) and a "
-            f"visible GPU: install it, {other}or leave --faiss_gpu out to {verb} on CPU"
+            "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build and a visible GPU: in an "
+            f"environment of its own {install_command('dense-gpu')}, {other}or leave --faiss_gpu out to {verb} on CPU"
         )
     return int(num_gpus)
 
