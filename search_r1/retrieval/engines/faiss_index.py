@@ -201,8 +201,9 @@ def check_gpu(verb: str) -> int:
     if num_gpus == 0:
         other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""
         raise SetupError(
-            "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build and a visible GPU: in an "
-            f"environment of its own {install_command('dense-gpu')}, {other}or leave --faiss_gpu out to {verb} on CPU"
+            "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build and a visible GPU: "
+            f"in an environment of its own {install_command('dense-gpu')}, {other}"
+            f"or leave --faiss_gpu out to {verb} on CPU"
         )
     return int(num_gpus)
 
