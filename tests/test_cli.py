@@ -90,15 +90,15 @@ def test_mistakes_are_answered_at_once() -> None:
     assert done.stderr.count("no-such-flag") == len(COMMANDS), done.stderr
 
 
-def test_what_is_missing_is_named_at_once() -> None:
+def test_what_is_missing_is_named_at_once(tmp_path: Path) -> None:
     """So are a retriever, a model, a run and a corpus that are not there."""
     model = "--model models/none --retriever-url empty"
     away = "--model example/policy --retriever-url http://127.0.0.1:9"
-    data = "evaluate --data example/data/val.parquet --out /nowhere/out"
+    data = f"evaluate --data example/data/val.parquet --out {tmp_path}/out"
     commands = (
         f"infer who? {away}", f"infer who? {model}", f"serve {away}", f"serve {model}",
         f"{data} {away}", f"{data} {model}", "view runs/none", "replay runs/none --trajectory 1:0",
-        "index --corpus-path none.jsonl --retrieval-method bm25 --save-dir /nowhere/index",
+        f"index --corpus-path none.jsonl --retrieval-method bm25 --save-dir {tmp_path}/index",
     )  # fmt: skip
     done = run(*commands, heavy=HEAVY[:-1])  # pandas reads the questions of an evaluation
     assert done.stdout.count("status 2\n") == len(commands), done.stderr
