@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from search_r1.retrieval.errors import (
     DeadlineExceeded,
@@ -28,12 +28,10 @@ STATUSES = {
     402: "what an online service may cost (--online_budget) is spent",
     413: "the body is larger than allowed",
     422: "the request is invalid or exceeds a limit; `detail` says where and what is allowed",
-    424: "an online service refused permanently (wrong key, exhausted quota), or a replay has no "
-    "record of a query; retrying is useless",
+    424: "an online service refused (key, quota), or a replay lacks the query: do not retry",
     500: "the search failed; `detail` says why (for example a malformed corpus row)",
     502: "an online service responds, but not in its documented format",
-    503: "the queue is full, the server is stopping, or an online service is unavailable: retry "
-    "after `Retry-After` seconds",
+    503: "queue full, server stopping, or online service unavailable: retry after `Retry-After` s",
     504: "no result within the request's `deadline_s` or the server's --deadline",
 }
 """The error statuses of `POST /retrieve`. 424 is not a 5xx, so that clients do not retry it."""
@@ -135,10 +133,12 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_READ_FACTOR * max_bytes:
+            while (message := await request.receive())["type"] != "http.disconnect":
+                body += message.get("body", b"")
+                if not message.get("more_body") or len(body) > MAX_READ_FACTOR * max_bytes:
                     break
+            else:
+                raise ClientDisconnect
     except TimeoutError as error:
         raise DeadlineExceeded(f"the body did not arrive within {seconds:g} s") from error
     if len(body) > max_bytes:

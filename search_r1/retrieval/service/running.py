@@ -116,6 +116,7 @@ def configure(
         log_level="warning",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         lifespan="off",
         server_header=False,
         limit_concurrency=max(1, limit - SPARE_DESCRIPTORS),
