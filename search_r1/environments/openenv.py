@@ -22,6 +22,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from search_r1.retrying import Backoff
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.environment import Environment
 from verl.agent.interface import Item, Observation, Tool, ToolCall, Turn
@@ -45,8 +46,8 @@ MAX_MESSAGE = 100 * 2**20
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the action schemas of environments that list their tools."""
 FULL = "CAPACITY_REACHED"
-LONGEST_WAIT_S = 2.0
-"""Maximum seconds between two attempts to get a session."""
+WAITS = Backoff(initial=0.1, maximum=2.0)
+"""Between two attempts to get a session."""
 OF_THE_POLICY = ("invalid_args", "tool_not_found", "execution_error")
 """Kinds of errors of a tool that the policy may read; the others are failures."""
 FIX = "start it (python -m search_r1.environments.openenv_server), or correct the address"
@@ -144,7 +145,7 @@ class Session:
             await self.aclose()
             if failures > options.max_retries or time.monotonic() > deadline:
                 break
-            await asyncio.sleep(min(0.1 * 2**attempt, LONGEST_WAIT_S))
+            await asyncio.sleep(WAITS.delay(attempt))
         raise self._failure(problem, "start it, with as many sessions as concurrent dialogues")
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any] | str:
