@@ -99,13 +99,14 @@ def read_fields(corpus: Corpus, names: Sequence[str]) -> Fields | None:
 
 def read_keys(corpus: Corpus, names: Sequence[str]) -> Iterator[list[str]]:
     """Yield the keys of each row. Raises CorpusError as `keys_of`, and for a field of no row."""
-    seen = set[str]()
+    missing = list(names)
     for row in range(len(corpus)):
         keys = keys_of(corpus, names, row)
-        seen.update(keys)
+        if missing:
+            found = {key.partition("=")[0] for key in keys}
+            missing = [name for name in missing if name not in found]
         yield keys
-    found = {key.partition("=")[0] for key in seen}
-    if missing := [name for name in names if name not in found]:
+    if missing:
         expected, fix = f"a field of {corpus.path}", "correct the name, or leave it out"
         raise CorpusError(explain("--filter_fields", missing[0], expected, fix))
 
