@@ -135,9 +135,9 @@ class TransformersEngine(RolloutEngine):
 
     async def _next_step(self) -> None:
         waiting = [request for request in self._requests if request.reason is None]
-        if waiting:
-            room = self._together.admitted([request.longest for request in waiting])
-            await asyncio.to_thread(self._step, waiting[: min(room, self._max_requests)])
+        if first := waiting[: self._max_requests]:
+            room = self._together.admitted([request.longest for request in first])
+            await asyncio.to_thread(self._step, first[:room])
 
     async def _between_steps(self) -> None:
         """Wait for a step whose callers were cancelled."""
