@@ -10,6 +10,8 @@ import numpy.typing as npt
 from search_r1.retrieval.errors import SetupError
 
 Vectors = npt.NDArray[np.float32]
+MAX_INPUT_LENGTH = 1 << 20
+"""Upper bound of input lengths; tokenizers without a limit report a much larger number."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,21 @@ def family_of(name: str, family_name: str | None = None) -> Family:
         if family_name == family.name or (family_name is None and re.search(word, name.lower())):
             return family
     return OTHER
+
+
+def input_limit(
+    limit: int, positions: int | None, model_type: str, pad_token_id: int | None
+) -> int:
+    """Return the maximum number of input tokens, special tokens included.
+
+    `limit` is the tokenizer's; `positions`: the model's number of position embeddings, if any.
+    """
+    limit = min(limit, MAX_INPUT_LENGTH)
+    if not positions:
+        return limit
+    if model_type not in {"roberta", "xlm-roberta", "camembert", "mpnet"}:
+        return min(limit, positions)
+    # These models number positions from pad_token_id + 1, so the first entries are never used.
+    if pad_token_id is None:
+        raise ValueError(f"a config.json of {model_type} without pad_token_id")
+    return min(limit, positions - (pad_token_id + 1))

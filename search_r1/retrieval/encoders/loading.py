@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from search_r1.retrieval.encoders.families import input_limit
 from search_r1.retrieval.encoders.model_name import check_model_name
 from search_r1.retrieval.errors import SetupError
 
@@ -20,8 +21,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
               RuntimeError, SafetensorError, StrictDataclassError)  # fmt: skip
 """Errors raised when loading a damaged or unsupported model folder."""
-MAX_INPUT_LENGTH = 1 << 20
-"""Upper bound of input lengths; tokenizers without a limit report a much larger number."""
 
 
 def torch_dtype(flag: str, name: str) -> torch.dtype:
@@ -80,13 +79,9 @@ def check_weights(
 
 def longest_input(tokenizer: Any, config: Any) -> int:
     """Return the maximum number of input tokens of the model, special tokens included."""
-    limit = min(int(tokenizer.model_max_length), MAX_INPUT_LENGTH)
-    positions: int | None = getattr(config, "max_position_embeddings", None)
-    if not positions:
-        return limit
-    # These models number positions from pad_token_id + 1, so the first entries are never used.
-    is_offset = config.model_type in {"roberta", "xlm-roberta", "camembert", "mpnet"}
-    return min(limit, positions - (config.pad_token_id + 1 if is_offset else 0))
+    positions = getattr(config, "max_position_embeddings", None)
+    padding = getattr(config, "pad_token_id", None)
+    return input_limit(int(tokenizer.model_max_length), positions, config.model_type, padding)
 
 
 def weights_digest(model: torch.nn.Module) -> str:

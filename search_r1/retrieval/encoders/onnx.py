@@ -18,12 +18,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 from tokenizers import Tokenizer
 
 from search_r1.retrieval.encoders.cuts import Cuts
-from search_r1.retrieval.encoders.families import Family, Vectors, model_name
+from search_r1.retrieval.encoders.families import Family, Vectors, input_limit, model_name
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.settings import EncoderConfig
 from verl.errors import explain
 
-SUFFIX = ".onnx"
 BATCH = 16
 """Default texts per call; larger batches only add padding."""
 STATES = ("last_hidden_state", "token_embeddings")
@@ -202,14 +201,11 @@ def _prompt(prompts: dict[str, str], names: Sequence[str]) -> str:
 
 
 def _longest_input(folder: Path) -> int:
-    """Return the most tokens of an input, as `loading.longest_input` has it."""
+    """Return the maximum number of input tokens of the model."""
     config = _json(folder / "config.json")
-    limit = min(int(_json(folder / "tokenizer_config.json", {}).get("model_max_length", 512)),
-                1 << 20)  # fmt: skip
-    if not (positions := config.get("max_position_embeddings")):
-        return limit
-    is_offset = config.get("model_type") in {"roberta", "xlm-roberta", "camembert", "mpnet"}
-    return int(min(limit, positions - (config["pad_token_id"] + 1 if is_offset else 0)))
+    limit = int(_json(folder / "tokenizer_config.json", {}).get("model_max_length", 512))
+    facts = (config.get(name) for name in ("max_position_embeddings", "model_type", "pad_token_id"))
+    return input_limit(limit, *facts)
 
 
 def _digest(file: Path) -> str:

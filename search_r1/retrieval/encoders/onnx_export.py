@@ -16,6 +16,8 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from transformers import AutoModel, AutoTokenizer
 
+from verl.errors import explain
+
 OPSET = 17
 TEXTS = ["Paris is the capital of France.", "who wrote the opera about a barber in Seville"]
 NAMES = ("model.onnx", "model_int8.onnx")
@@ -71,9 +73,13 @@ def similarity(folder: Path, path: Path) -> float:
 
 
 def main() -> None:
+    """Write the files and print how near they come."""
     parser = argparse.ArgumentParser(description="Write the ONNX files of an encoder.")
     parser.add_argument("folder", type=Path, help="model folder")
-    folder = parser.parse_args().folder
+    folder: Path = parser.parse_args().folder
+    if not (folder / "config.json").is_file():
+        fix = "give the folder of a model that was downloaded or trained"
+        parser.error(explain("folder", folder, "a model folder with config.json", fix))
     for path in export(folder):
         sys.stdout.write(f"{path}: cosine {similarity(folder, path):.5f}\n")
 
