@@ -3,7 +3,10 @@
 --model FOLDER with `onnx/model.onnx` and `onnx/model_int8.onnx` (by
 `search_r1.retrieval.encoders.onnx_export`). Prints what a server's start over --start made-up
 vectors takes, and with --data (corpus.jsonl, train.jsonl, dev.jsonl) the rate of encoding, the
-share of float32's documents among the first three, and the recall of answers over --passages.
+share of float32's documents among the first three, the recall of answers over --passages, and how
+many of `ALONE` questions find other documents when no batch is encoded with them; also with the
+first `CUTS` values of float32's vectors, as models trained for it allow. --index: a Flat index of
+the passages' float32 vectors, which are encoded without it.
 """
 
 import argparse
@@ -29,6 +32,9 @@ from search_r1.retrieval.settings import EncoderConfig
 FILES = ("", "onnx/model.onnx", "onnx/model_int8.onnx")
 """The folder itself, by sentence-transformers, and its files."""
 ROUNDS, CHUNK, TOPK = 2, 64, 3
+CUTS = (256, 128, 64)
+ALONE = 500
+"""Questions that are encoded one by one, too."""
 
 
 def configs(model: Path) -> dict[str, EncoderConfig]:
@@ -67,16 +73,24 @@ def starts(model: Path, rows: int, folder: Path) -> None:
                  f"{wall:.2f} s, {own_mb:.0f} MB of own memory")  # fmt: skip
 
 
-def qualities(model: Path, data: Path, num_passages: int, num_questions: int) -> None:
-    """Print rates, and what each encoder finds among passages encoded by the first file."""
+def qualities(
+    model: Path, data: Path, num_passages: int, num_questions: int, index: Path | None
+) -> None:
+    """Print rates, and what each encoder finds among passages in float32."""
     lines = [(data / f"{name}.jsonl").read_text().splitlines() for name in ("train", "dev")]
     rows = [json.loads(line) for part in lines for line in part][:num_questions]
     questions = [row["question"] for row in rows]
     documents = Corpus.open(data / "corpus.jsonl").documents(range(num_passages))
-    index_encoder = open_encoder(configs(model)[FILES[1]])
-    passages = index_encoder.encode_passages([document.contents for document in documents])
-    encoded = {name: encode(model, name, questions) for name in configs(model)}
+    if index is not None:
+        passages = faiss.read_index(str(index)).reconstruct_n(0, num_passages)
+    else:
+        encoder = open_encoder(configs(model)[FILES[1]])
+        passages = encoder.encode_passages([document.contents for document in documents])
+    encoded = {name: encode(model, name, questions, passages) for name in configs(model)}
     found = {name: nearest(vectors, passages) for name, vectors in encoded.items()}
+    for cut in CUTS:
+        encoded[name := f"float32, {cut} values"] = encoded["float32"]
+        found[name] = nearest(encoded["float32"][:, :cut], passages[:, :cut])
     asked = [i for i, row in enumerate(rows) if not {"yes", "no"} & set(row["golden_answers"])]
     for name, hits in found.items():
         pairs = zip(hits, found["float32"], strict=True)
@@ -89,8 +103,8 @@ def qualities(model: Path, data: Path, num_passages: int, num_questions: int) ->
              f"cosine {cosine.mean():.5f}, lowest {cosine.min():.5f}")  # fmt: skip
 
 
-def encode(model: Path, name: str, questions: Sequence[str]) -> Vectors:
-    """Return the vectors of the questions, and print the best rate of ROUNDS."""
+def encode(model: Path, name: str, questions: Sequence[str], passages: Vectors) -> Vectors:
+    """Return the vectors of the questions; print the rates, and how many batches change hits."""
     encoder, rates = open_encoder(configs(model)[name]), []
     encoder.encode_queries(questions[:CHUNK])
     for _ in range(ROUNDS):
@@ -100,15 +114,21 @@ def encode(model: Path, name: str, questions: Sequence[str]) -> Vectors:
             for i in range(0, len(questions), CHUNK)
         ]
         rates.append(len(questions) / (time.process_time() - began))
-    show(f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)} questions a processor second")
-    return np.concatenate(parts)
+    vectors = np.concatenate(parts)
+    alone = np.concatenate([encoder.encode_queries([text]) for text in questions[:ALONE]])
+    pairs = zip(nearest(alone, passages), nearest(vectors[:ALONE], passages), strict=True)
+    moved = sum(set(ours) != set(theirs) for ours, theirs in pairs)
+    show(f"{name}: {', '.join(f'{rate:.0f}' for rate in rates)} questions a processor second; "
+         f"{moved} of {len(alone)} find other documents alone")  # fmt: skip
+    return vectors
 
 
 def nearest(queries: Vectors, passages: Vectors) -> list[list[int]]:
-    """Return the rows of the TOPK best passages of each query."""
-    rows: list[list[int]] = np.argsort(-(queries @ passages.T), axis=1, kind="stable")[
-        :, :TOPK
-    ].tolist()
+    """Return the rows of the TOPK passages with the best cosines for each query."""
+    passages = passages / np.linalg.norm(passages, axis=1, keepdims=True)
+    parts = (queries[i : i + CHUNK] @ passages.T for i in range(0, len(queries), CHUNK))
+    found = np.concatenate([np.argsort(-part, axis=1, kind="stable")[:, :TOPK] for part in parts])
+    rows: list[list[int]] = found.tolist()
     return rows
 
 
@@ -124,12 +144,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with corpus and questions")
     parser.add_argument("--passages", type=int, default=44_198, help="passages of the corpus")
     parser.add_argument("--questions", type=int, default=3694, help="questions that are asked")
+    parser.add_argument("--index", type=Path, help="Flat index of the passages")
     args = parser.parse_args()
     if args.start:
         with tempfile.TemporaryDirectory() as folder:
             starts(args.model, args.start, Path(folder))
     if args.data:
-        qualities(args.model, args.data, args.passages, args.questions)
+        qualities(args.model, args.data, args.passages, args.questions, args.index)
 
 
 if __name__ == "__main__":

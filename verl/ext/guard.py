@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from verl.batch import TokenBatch
@@ -33,7 +34,7 @@ from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError, did_you_mean, explain
 from verl.trainer.hooks import Hook
-from verl.types import Metrics, Status, Trajectory, num_calls
+from verl.types import Metrics, Origin, Segment, Status, Trajectory, num_calls
 
 if TYPE_CHECKING:
     from verl.trainer.build import Parts
@@ -48,6 +49,8 @@ TOOL_USE = "guard/search_rate"
 """Share of trajectories with a tool call; the name is from when there was one tool."""
 NO_ANSWER = "guard/no_answer_rate"
 LENGTH_CLIP = "guard/length_clip_rate"
+TURN_TOKENS, REPETITION = "guard/turn_tokens", "guard/repetition"
+"""What the policy writes, which is mostly reasoning: tokens a turn, and share of repeated ones."""
 DRIFT = "guard/log_prob_drift"
 SHIFT = "guard/policy_shift"
 ENTROPY = "actor/entropy"
@@ -59,6 +62,8 @@ EMPTY_RESULTS, BLANK_RESULTS = "env/empty_result_share", "env/blank_result_share
 OF_TOOLS = (EMPTY_RESULTS, BLANK_RESULTS)
 BASELINE_STEPS = 10
 """Latest healthy steps whose median is the baseline of relative limits."""
+WINDOW = 8
+"""Tokens in a row that count as repeated; tags and a query's words recur in shorter ones."""
 DRIFT_TRAJECTORIES = 16
 """Correct trajectories per step whose log-probs are computed again after the update."""
 
@@ -128,6 +133,9 @@ RULES = (
     Rule("malformed_rise", MALFORMED, Kind.RISE, 0.3),
     Rule("no_answer_rise", NO_ANSWER, Kind.RISE, 0.3),
     Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE, 0.3),
+    Rule("turn_tokens_growth", TURN_TOKENS, Kind.GROWTH, 3.0),
+    Rule("turn_tokens_share", TURN_TOKENS, Kind.SHARE, 0.2),
+    Rule("repetition_rise", REPETITION, Kind.RISE, 0.3),
     Rule("search_share", TOOL_USE, Kind.SHARE, 0.1),
     Rule("entropy_share", ENTROPY, Kind.SHARE, 0.1),
     Rule("entropy_rise", ENTROPY, Kind.RISE, 1.0),
@@ -402,7 +410,20 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
     for metric, count in ((MALFORMED, "malformed_turns"), (LENGTH_CLIP, "truncated_turns")):
         if turns and all(count in t.stats for t in completed):
             metrics[metric] = sum(t.stats[count] for t in completed) / turns
+    written = [[s for s in t.segments if s.origin is Origin.POLICY] for t in completed]
+    if num_turns := sum(map(len, written)):
+        metrics[TURN_TOKENS] = sum(t.num_policy_tokens for t in completed) / num_turns
+        metrics[REPETITION] = float(np.mean([repetition(turns) for turns in written if turns]))
     return metrics
+
+
+def repetition(turns: Sequence[Segment]) -> float:
+    """Return the share of a policy's windows of `WINDOW` tokens that it has written before."""
+    ids = np.frombuffer(b"".join(turn.column_bytes("ids") for turn in turns), dtype=np.int32)
+    if len(ids) < WINDOW:
+        return 0.0
+    windows = sliding_window_view(ids, WINDOW)
+    return 1.0 - len(np.unique(windows, axis=0)) / len(windows)
 
 
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:

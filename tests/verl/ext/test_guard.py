@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,27 +25,34 @@ from verl.ext.guard import (
     MALFORMED,
     MISMATCH,
     NO_ANSWER,
+    REPETITION,
     SHIFT,
     SKIPPED,
     TOOL_USE,
+    TURN_TOKENS,
+    WINDOW,
     CollapseGuard,
     correct_sequences,
     correct_trajectories,
     drift_and_shift,
     measure,
+    repetition,
     rules,
 )
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
 USUAL = {
     DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,
-    ENTROPY: 0.3, GRAD_NORM: 0.5, SKIPPED: 0.0,
+    ENTROPY: 0.3, GRAD_NORM: 0.5, SKIPPED: 0.0, TURN_TOKENS: 40.0, REPETITION: 0.05,
 }  # fmt: skip
 BREAKS = [
     ("drift_drop", DRIFT, -0.31, -0.29),
     ("malformed_rise", MALFORMED, 0.36, 0.34),
     ("no_answer_rise", NO_ANSWER, 0.36, 0.34),
     ("length_clip_rise", LENGTH_CLIP, 0.33, 0.31),
+    ("turn_tokens_growth", TURN_TOKENS, 121.0, 119.0),
+    ("turn_tokens_share", TURN_TOKENS, 7.9, 8.1),
+    ("repetition_rise", REPETITION, 0.36, 0.34),
     ("search_share", TOOL_USE, 0.08, 0.10),
     ("entropy_share", ENTROPY, 0.02, 0.04),
     ("entropy_rise", ENTROPY, 1.31, 1.29),
@@ -337,3 +345,37 @@ def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
 def test_a_batch_of_failures_has_no_behaviour() -> None:
     """Failures of the infrastructure never look like a collapse."""
     assert measure([counted(Status.FAILED, 1)]) == {}
+
+
+def policy(*ids: int) -> Segment:
+    return Segment(Origin.POLICY, ids, "", (0.0,) * len(ids))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_repetition_is_the_share_of_windows_seen_before(seed: int) -> None:
+    """Against a loop with a set; two letters make repeated windows likely."""
+    draw = random.Random(seed)
+    ids = [draw.randrange(2) for _ in range(draw.randrange(WINDOW, 200))]
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    windows = [tuple(ids[i : i + WINDOW]) for i in range(len(ids) - WINDOW + 1)]
+    for window in windows:
+        repeated += window in seen
+        seen.add(window)
+    cut = draw.randrange(len(ids))
+    assert repetition([policy(*ids[:cut]), policy(*ids[cut:])]) == pytest.approx(
+        repeated / len(windows)
+    )
+    assert repetition([policy(*ids[: WINDOW - 1])]) == 0.0
+
+
+def test_what_the_policy_writes_is_measured_by_turn_without_documents() -> None:
+    """A loop in the documents is none of the policy's; a pickled segment counts as it is."""
+    documents = Segment(Origin.OBSERVATION, (7,) * 50)
+    looped = Trajectory(QUESTION, [policy(*[5] * 27), documents, policy(1, 2, 3)])
+    plain = Trajectory(QUESTION, [policy(*range(10))])
+    restored = pickle.loads(pickle.dumps([looped, plain]))
+    for trajectories in ([looped, plain], restored):
+        measured = measure(trajectories)
+        assert measured[TURN_TOKENS] == 40 / 3
+        assert measured[REPETITION] == pytest.approx((19 / 23 + 0) / 2)
