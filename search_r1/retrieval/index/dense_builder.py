@@ -1,8 +1,10 @@
 """Builds a dense index (corpus → embeddings → FAISS); mistakes are errors before long work."""
 
+import hashlib
 import logging
 import re
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,7 @@ from search_r1.retrieval.index_builder import BuildConfig
 from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.probes import check_probe
 from search_r1.retrieval.settings import EncoderConfig
-from verl.files import fsync
+from verl.files import atomic_write, fsync
 from verl.machine import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ MIN_POINTS, MAX_POINTS = 39, 256
 SCALAR_POINTS = 65536
 """Training vectors of a scalar quantizer, which learns only ranges."""
 SEED = 1234
+KEEP_SECONDS = 600.0
+"""Least time between two writes of an unfinished index."""
 
 
 def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
@@ -70,7 +74,8 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             matrix = load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
-        build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
+        kept = work / _kept_name(config)
+        build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, kept, config.faiss_gpu)
         save_fields(fields, ready)
         replace(manifest, dtype=str(matrix.dtype)).save(ready)
         build_folder.publish(work, folder)
@@ -143,8 +148,19 @@ def _embed(
 
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
+    kept = 0 if config.faiss_type == "Flat" else index
     parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
-    build_folder.check_disk(work, embedded_bytes + index, parts)
+    parts += ", and as much to resume its build" if kept else ""
+    build_folder.check_disk(work, embedded_bytes + index + kept, parts)
+
+
+def _kept_name(config: BuildConfig) -> str:
+    """Return the name of an unfinished index; another factory or other embeddings have another."""
+    facts: list[object] = [config.faiss_type]
+    if config.embedding_path is not None:
+        status = Path(config.embedding_path).stat()
+        facts += [status.st_size, status.st_mtime_ns]
+    return f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.index"
 
 
 def check_factory(factory: str, dim: int, count: int) -> None:
@@ -201,11 +217,46 @@ def bytes_per_vector(factory: str, dim: int) -> int:
     return int(_create_index(factory, dim).sa_code_size()) + (8 if "IVF" in factory else 0)
 
 
-def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = False) -> None:
-    """Build the index of all rows of `matrix` (num_documents, dim) and write it to `path`."""
+def build_faiss(
+    matrix: Matrix,
+    factory: str,
+    path: Path,
+    kept: Path,
+    on_gpu: bool = False,
+    keep_seconds: float = KEEP_SECONDS,
+) -> None:
+    """Build the index of all rows of `matrix` (num_documents, dim) and write it to `path`.
+
+    What has been trained and added is written to `kept` after at least `keep_seconds` each time; a
+    later call goes on from there.
+    """
     if factory == "Flat":
         _write_flat(matrix, path)
         return
+    if kept.exists():
+        index = faiss.read_index(str(kept))
+        logger.info("%d of %d vectors are in the index already", index.ntotal, len(matrix))
+    else:
+        index = _trained(matrix, factory, on_gpu)
+        _keep(index, kept)
+    saved, wait = time.monotonic(), keep_seconds
+    for vectors in _blocks_with_progress(matrix, f"add to {factory}", index.ntotal):
+        index.add(vectors)
+        if time.monotonic() - saved > wait:
+            began = time.monotonic()
+            _keep(index, kept)
+            saved = time.monotonic()
+            wait = max(keep_seconds, 10 * (saved - began))
+    faiss.write_index(index, str(path))
+
+
+def _keep(index: Any, kept: Path) -> None:
+    with atomic_write(kept, is_durable=True) as part:
+        faiss.write_index(index, str(part))
+
+
+def _trained(matrix: Matrix, factory: str, on_gpu: bool) -> Any:
+    """Return an empty index that is trained on a sample of the rows."""
     index = _create_index(factory, matrix.shape[1])
     if not index.is_trained:
         sample = training_sample(matrix, factory)
@@ -215,9 +266,7 @@ def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = Fals
             flat = faiss.IndexFlatIP(inverted.d)
             inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
         index.train(sample)
-    for vectors in _blocks_with_progress(matrix, f"add to {factory}"):
-        index.add(vectors)
-    faiss.write_index(index, str(path))
+    return index
 
 
 def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
@@ -250,10 +299,12 @@ def _write_flat(matrix: Matrix, path: Path) -> None:
             file.write(memoryview(vectors.data).cast("B"))
 
 
-def _blocks_with_progress(matrix: Matrix, job: str) -> Iterator[npt.NDArray[np.float32]]:
-    done = 0
+def _blocks_with_progress(
+    matrix: Matrix, job: str, done: int = 0
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the rows from `done` on, in blocks."""
     with progress(job, "vectors", len(matrix)) as report:
-        for vectors in blocks(matrix):
+        for vectors in blocks(matrix, start=done):
             yield vectors
             done += len(vectors)
             report(done)

@@ -217,10 +217,13 @@ def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     return matrix
 
 
-def blocks(matrix: Matrix, rows: int = 65536) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield blocks of `rows` as float32; raises IndexMismatch for values that are not finite."""
+def blocks(matrix: Matrix, rows: int = 65536, start: int = 0) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield blocks of `rows` from row `start` on as float32.
+
+    Raises IndexMismatch for values that are not finite.
+    """
     path = Path(getattr(matrix, "filename", None) or FILE_NAME)
-    for start in range(0, len(matrix), rows):
-        vectors = np.ascontiguousarray(matrix[start : start + rows], dtype=np.float32)
-        check_finite(path, start, vectors)
+    for row in range(start, len(matrix), rows):
+        vectors = np.ascontiguousarray(matrix[row : row + rows], dtype=np.float32)
+        check_finite(path, row, vectors)
         yield vectors

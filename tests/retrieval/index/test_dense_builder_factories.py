@@ -1,6 +1,7 @@
 """FAISS factories: errors before any work, and indexes compared with exact search."""
 
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -25,7 +26,7 @@ def unit_vectors(count: int, dim: int = 16) -> np.ndarray:
 def test_flat_is_what_faiss_writes(tmp_path: Path) -> None:
     """The streamed file equals that of FAISS, byte for byte."""
     matrix = unit_vectors(100)
-    build_faiss(matrix, "Flat", tmp_path / "ours")
+    build_faiss(matrix, "Flat", tmp_path / "ours", tmp_path / "kept")
     index = faiss.IndexFlatIP(16)
     index.add(matrix)
     faiss.write_index(index, str(tmp_path / "theirs"))
@@ -39,13 +40,48 @@ def test_factories_find_the_nearest(tmp_path: Path, factory: str) -> None:
     """Each kind of index is trained, has all rows, and finds many of the true neighbours."""
     matrix = unit_vectors(700)
     check_factory(factory, 16, len(matrix))
-    build_faiss(matrix.astype(np.float16), factory, tmp_path / "x")
+    build_faiss(matrix.astype(np.float16), factory, tmp_path / "x", tmp_path / "kept")
     index = faiss.read_index(str(tmp_path / "x"))
     assert (index.ntotal, index.metric_type) == (700, faiss.METRIC_INNER_PRODUCT)
     _, rows = index.search(matrix[:100], 10)
     exact = np.argsort(-(matrix[:100] @ matrix.T), axis=1)[:, :10]
     overlap = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(rows, exact, strict=True)])
     assert overlap > 0.2, "a random index would have 0.014"
+
+
+class Interrupted(np.ndarray):
+    """A matrix whose reader is killed at row `limit`; `first` is the first row read."""
+
+    limit, first = 0, -1
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            self.first = key.start if self.first < 0 else self.first
+            if key.start >= self.limit:
+                raise KeyboardInterrupt
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("factory", ["SQ8", "IVF4,PQ8x4", "HNSW8"])
+def test_a_killed_build_goes_on_with_what_it_had_added(tmp_path: Path, factory: str) -> None:
+    """It is not trained again, adds the blocks that were missing, and finds what others find."""
+    matrix = unit_vectors(4 * 65536 // 3, 8)
+    whole, resumed, kept = (tmp_path / name for name in ("whole", "resumed", "kept"))
+    broken = matrix.view(Interrupted)
+    broken.limit = 65536
+    with pytest.raises(KeyboardInterrupt):
+        build_faiss(broken, factory, resumed, kept, keep_seconds=0)
+    assert not resumed.exists()
+    rest = matrix.view(Interrupted)
+    rest.limit = len(matrix)
+    build_faiss(rest, factory, resumed, kept)
+    assert rest.first == 65536
+    build_faiss(matrix, factory, whole, tmp_path / "other")
+    if factory != "HNSW8":  # its levels are drawn anew
+        assert resumed.read_bytes() == whole.read_bytes()
+    index = faiss.read_index(str(resumed))
+    assert index.ntotal == len(matrix)
+    assert (index.search(matrix[-100:], 1)[1][:, 0] >= 65536).mean() > 0.5
 
 
 WRONG = ["Nonsense", "PQ7", "IVF,Flat", "", "IDMap,Flat", "IDMap,IVF4,Flat", "PCA80,Flat", "NSG8"]
@@ -99,7 +135,7 @@ def test_training_sample_is_seeded_and_bounded() -> None:
 def test_estimated_size_is_near_the_true_one(tmp_path: Path, factory: str) -> None:
     """The estimate for the disk check is within 25 % of the written size, except for the header."""
     matrix = unit_vectors(4000)
-    build_faiss(matrix, factory, tmp_path / "x")
+    build_faiss(matrix, factory, tmp_path / "x", tmp_path / "kept")
     written = (tmp_path / "x").stat().st_size
     assert bytes_per_vector(factory, 16) * 4000 == pytest.approx(written, rel=0.25, abs=4000)
 
