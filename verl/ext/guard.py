@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from verl.batch import TokenBatch
@@ -64,6 +63,8 @@ BASELINE_STEPS = 10
 """Latest healthy steps whose median is the baseline of relative limits."""
 WINDOW = 8
 """Tokens in a row that count as repeated; tags and a query's words recur in shorter ones."""
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio: the base of a window's hash, modulo 2^64."""
 DRIFT_TRAJECTORIES = 16
 """Correct trajectories per step whose log-probs are computed again after the update."""
 
@@ -419,11 +420,15 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
 
 def repetition(turns: Sequence[Segment]) -> float:
     """Return the share of a policy's windows of `WINDOW` tokens that it has written before."""
-    ids = np.frombuffer(b"".join(turn.column_bytes("ids") for turn in turns), dtype=np.int32)
+    packed = b"".join(turn.column_bytes("ids") for turn in turns)
+    ids = np.frombuffer(packed, dtype=np.int32).astype(np.uint64)
     if len(ids) < WINDOW:
         return 0.0
-    windows = sliding_window_view(ids, WINDOW)
-    return 1.0 - len(np.unique(windows, axis=0)) / len(windows)
+    count = len(ids) - WINDOW + 1
+    hashes = np.zeros(count, dtype=np.uint64)  # sorted sooner than rows of ids
+    for start in range(WINDOW):
+        hashes = hashes * HASH_FACTOR + ids[start : start + count]
+    return 1.0 - len(np.unique(hashes)) / count
 
 
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:
