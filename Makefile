@@ -19,7 +19,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign coverage demo demo-zh docs install lock lock-gpu slow test test-all test-engines test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign coverage demo demo-hard demo-zh docs install lock lock-gpu slow test test-all test-engines test-fast test-nightly test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock $(GPU_LOCKS) scripts/install.py
@@ -58,6 +58,10 @@ demo:
 # The same in Chinese: corpus, questions, prompt and feedback.
 demo-zh: DEMO_ARGS += --world zh --out runs/demo-zh
 demo-zh: demo
+
+# Seven kinds of questions: up to three searches, none, none that helps, documents that differ.
+demo-hard: DEMO_ARGS += --world hard --out runs/demo-hard
+demo-hard: demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SPREAD)

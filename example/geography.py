@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -157,8 +157,13 @@ def is_validation(country: str) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < VALIDATION_SHARE
 
 
-def training_world(corpus: Path = CORPUS) -> World:
-    """Return the training half of the real world, read from the committed corpus."""
+def training_world() -> World:
+    """Return the training half of the real world."""
+    return real_world(lambda country: not is_validation(country))
+
+
+def real_world(has: Callable[[str], bool], corpus: Path = CORPUS) -> World:
+    """Return the countries that a half `has`, with their cities, read from the committed corpus."""
     facts: dict[str, dict[Fact, str]] = {}
     cities = []
     for line in corpus.read_text(encoding="ascii").splitlines():
@@ -167,7 +172,7 @@ def training_world(corpus: Path = CORPUS) -> World:
             facts.setdefault(match[2], {})[Fact(match[1])] = match[3]
         elif match := re.fullmatch(r"(\w+) is a city in (.+)\. Its population is (\d+)\.", text):
             cities.append((match[1], int(match[3]), match[2]))
-    countries = {n: Country(n, known) for n, known in facts.items() if not is_validation(n)}
+    countries = {n: Country(n, known) for n, known in facts.items() if has(n)}
     return World(
         tuple(countries.values()),
         tuple(City(n, size, countries[where]) for n, size, where in cities if where in countries),
@@ -180,15 +185,15 @@ def build_questions(world: World, seed: int) -> list[Question]:
     num_each = NUM_QUESTIONS // 2
     num_city = round(num_each * CITY_SHARE)
     single = [
-        *itertools.islice(_city_questions(world.cities, rng), num_city),
-        *itertools.islice(_country_questions(world.countries, rng), num_each - num_city),
+        *itertools.islice(city_questions(world.cities, rng), num_city),
+        *itertools.islice(country_questions(world.countries, rng), num_each - num_city),
     ]
     rng.shuffle(single)
-    two_hop = list(_two_hop_questions(world.cities, rng))[:num_each]
+    two_hop = list(two_hop_questions(world.cities, rng))[:num_each]
     return [question for pair in zip(single, two_hop, strict=True) for question in pair]
 
 
-def _city_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
+def city_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
     """Yield questions for the population of a city: each city once, in random order."""
     for city in rng.sample(cities, len(cities)):
         text = rng.choice(WORDINGS[None]).format(name=city.name)
@@ -196,7 +201,7 @@ def _city_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Ques
         yield Question(text, (str(city.population),), plan, city.name)
 
 
-def _country_questions(countries: Sequence[Country], rng: random.Random) -> Iterator[Question]:
+def country_questions(countries: Sequence[Country], rng: random.Random) -> Iterator[Question]:
     """Yield each fact of each country in each wording, in random order; each fact once first."""
     pairs = list(itertools.product(countries, Fact))
     for repeat in range(2):
@@ -206,7 +211,7 @@ def _country_questions(countries: Sequence[Country], rng: random.Random) -> Iter
             yield Question(text, country.answers(fact), (_hop(country, fact),), country.name, fact)
 
 
-def _two_hop_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
+def two_hop_questions(cities: Sequence[City], rng: random.Random) -> Iterator[Question]:
     """Yield questions for facts of a city's country, varied so that no answer is frequent."""
     facts = itertools.cycle(Fact)
     for city in _alternating_countries(cities, rng):
@@ -246,16 +251,16 @@ def build_dialogue(question: Question, num_searches: int, rng: random.Random) ->
         thought, answer = "The document says it.", question.answers[0]
     else:
         known = f"{question.subject} lies in {question.bridge}. " if num_searches else ""
-        thought, answer = f"{known}I know the number.", _guess(question, rng)
+        thought, answer = f"{known}I know the number.", guess(question.fact, question.answers, rng)
     segments.append(("policy", f"<think> {thought} </think> <answer> {answer} </answer>"))
     return Dialogue(question, tuple(segments))
 
 
-def _guess(question: Question, rng: random.Random) -> str:
-    """Return a number of a plausible length that is not an accepted answer."""
-    low, high = GUESS_DIGITS[question.fact]
+def guess(fact: Fact | None, answers: Sequence[str], rng: random.Random) -> str:
+    """Return a number of a plausible length for a fact that is not an accepted answer."""
+    low, high = GUESS_DIGITS[fact]
     while True:
         num_digits = rng.randint(low, high)
         number = str(rng.randrange(10 ** (num_digits - 1), 10**num_digits))
-        if number not in question.answers:
+        if number not in answers:
             return number

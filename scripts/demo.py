@@ -44,6 +44,21 @@ CHINESE = [
     "data.max_prompt_length=512",
     "data.max_response_length=72",
 ]
+HARD = [
+    "max_turns=4",  # three searches, and one to spare
+    "retriever.topk=2",  # both of two documents that differ
+    "data.max_prompt_length=640",
+    "data.max_obs_length=128",
+    # Seven kinds of questions instead of two take longer to learn.
+    "trainer.total_training_steps=44",
+    "trainer.test_freq=22",
+]
+WORLDS: dict[str, tuple[str, Sequence[str]]] = {
+    "en": ("", ()),
+    "zh": ("example.chinese", CHINESE),
+    "hard": ("example.hard", HARD),
+}
+"""The module that writes each world, none for the committed one, and its further options."""
 SFT_OPTIONS = ["steps=20", "batch_size=8", "lr=2e-4", "schedule=linear", "shuffle=false"]
 HOOKS = ROOT / "scripts" / "demo_hooks.py"
 ON_DEVICE = {
@@ -142,7 +157,7 @@ class Demo:
     staleness: int = 0
     """Number of steps that sampling may be ahead of training."""
     world: str = "en"
-    """Language of corpus, questions and demonstrations: en or zh."""
+    """Corpus, questions and demonstrations: en (the example's), zh (in Chinese) or hard."""
     seconds: dict[str, float] = field(default_factory=dict)
     console: Console = field(default_factory=Console)
 
@@ -174,8 +189,8 @@ class Demo:
         with self.phase("data", say("base model")):
             if not (MODEL / "config.json").exists():
                 self.python("example.model", "--out", str(MODEL))
-            if self.world == "zh":
-                self.python("example.chinese", "--out", str(self.data))
+            if writer := WORLDS[self.world][0]:
+                self.python(writer, "--out", str(self.data))
         with self.phase("warm_start", say("warm start by supervised fine-tuning")):
             self.warm_start()
         with contextlib.ExitStack() as servers:
@@ -201,6 +216,19 @@ class Demo:
             f"device={self.device}", *SFT_OPTIONS,
         )  # fmt: skip
 
+    def options(self, out: Path) -> list[str]:
+        """Return the training's options: the demo's, then those of its world and device."""
+        return [
+            f"data.train_files={self.data / 'train.parquet'}",
+            f"data.val_files={self.data / 'val.parquet'}",
+            f"trainer.default_local_dir={out}",
+            f"trainer.seed={self.seed}",
+            *OPTIONS[self.algorithm],
+            *WORLDS[self.world][1],
+            *ON_DEVICE[self.device],
+            f"actor_rollout_ref.rollout.max_staleness={self.staleness}",
+        ]
+
     def train(self, out: Path, url: str, model: Path, extra: Sequence[str] = ()) -> None:
         """Run the recipe's script with the example's settings and output folder `out`."""
         environment = {
@@ -211,18 +239,7 @@ class Demo:
             "RETRIEVER_URL": url,
             "EXPERIMENT_NAME": f"demo-{self.algorithm}",
         }
-        options = [
-            f"data.train_files={self.data / 'train.parquet'}",
-            f"data.val_files={self.data / 'val.parquet'}",
-            f"trainer.default_local_dir={out}",
-            f"trainer.seed={self.seed}",
-            *OPTIONS[self.algorithm],
-            *(CHINESE if self.world == "zh" else ()),
-            *ON_DEVICE[self.device],
-            f"actor_rollout_ref.rollout.max_staleness={self.staleness}",
-            *extra,
-            *self.extra,
-        ]
+        options = [*self.options(out), *extra, *self.extra]
         run(["bash", f"train_{self.algorithm}.sh", *options], ROOT, environment)
 
 
@@ -240,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--world", choices=("en", "zh"), default="en", help="language of the data")
+    parser.add_argument("--world", choices=WORLDS, default="en", help="corpus and questions")
     parser.add_argument(
         "--staleness", type=int, choices=range(9), default=0, help="steps to sample ahead"
     )

@@ -1,6 +1,7 @@
 """Writes the demo's report: summary.json, a learning curve, a table and sample dialogues."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,16 @@ from matplotlib import pyplot as plt
 
 Row = dict[str, Any]
 Say = Callable[[str], str]
+KINDS = {
+    "geo_single": "one search needed",
+    "geo_two_hop": "two searches needed",
+    "geo_three_hop": "three searches needed",
+    "geo_no_search": "no search needed",
+    "geo_unanswerable": "no document answers",
+    "geo_namesake": "two places with nearly the same name",
+    "geo_outdated": "two documents that contradict each other",
+}
+"""What the data sources of the demo's worlds are."""
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -36,16 +47,27 @@ def mean(rows: Sequence[Row], key: str) -> float:
     return round(fmean(series(rows, key)[1]), 3)
 
 
+def kinds(rows: Sequence[Row]) -> list[str]:
+    """Return the data sources of the held-out questions."""
+    found = (re.fullmatch("val/([^/]+)/em", key) for row in rows for key in row)
+    return list(dict.fromkeys(match[1] for match in found if match))
+
+
+def by_kind(rows: Sequence[Row], kind: str) -> dict[str, list[float]]:
+    """Return EM and searches per question of a kind, before and after training."""
+    columns = {"em": f"val/{kind}/em", "searches": f"val/{kind}/env/valid_searches"}
+    values = {name: series(rows, key)[1] for name, key in columns.items()}
+    return {name: [round(found[0], 4), round(found[-1], 4)] for name, found in values.items()}
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Plot held-out EM (greedy decoding), training score and searches by step."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot(*series(rows, "critic/score/mean"), color="0.6", label="training score (sampled)")
-    for key, label in {
-        "val/em": "held-out EM (greedy)",
-        "val/geo_single/em": "… one search needed",
-        "val/geo_two_hop/em": "… two searches needed",
-    }.items():
-        left.plot(*series(rows, key), marker="o", label=label)
+    left.plot(*series(rows, "val/em"), marker="o", label="held-out EM (greedy)")
+    for kind in kinds(rows):
+        label = f"… {KINDS.get(kind, kind)}"
+        left.plot(*series(rows, f"val/{kind}/em"), marker="o", label=label)
     left.set(xlabel="step", ylabel="exact match", ylim=(-0.03, 1.03), title="learning to search")
     right.plot(*series(rows, "env/valid_searches"), color="0.6", label="training (sampled)")
     right.plot(*series(rows, "val/env/valid_searches"), marker="o", label="held out (greedy)")
@@ -76,6 +98,7 @@ def summarise(
         "val_em_last_two_hop": last["val/geo_two_hop/em"],
         "val_em_empty_retriever": series(empty, "val/em")[1][-1],
         "val_valid_search_last": last["val/env/valid_searches"],
+        "kinds": {kind: by_kind(rows, kind) for kind in kinds(rows)},
         "val_rows": int(last["val/num_rows"]),
         "trainer_busy_share": mean(rows, "perf/trainer_busy_share"),
         "engine_busy_share": mean(rows, "perf/engine_busy_share"),
@@ -111,6 +134,20 @@ Per step, the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle 
 """
 
 
+def table_of_kinds(summary: Row) -> str:
+    """Return a table of EM and searches by kind of question, before and after training."""
+    line = "| {} | {:.3f} | {:.3f} | {:.2f} | {:.2f} |"
+    rows = "\n".join(
+        line.format(KINDS.get(kind, kind), *values["em"], *values["searches"])
+        for kind, values in summary["kinds"].items()
+    )
+    return f"""
+| kind of question | EM before | EM after | searches before | searches after |
+| --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
 def render(summary: Row, out: Path, world: str) -> str:
     """Return the report as Markdown; in Chinese without the shares of a step's time."""
     say = partial(texts.say, world)
@@ -137,7 +174,7 @@ def render(summary: Row, out: Path, world: str) -> str:
 {rows}
 
 {say("Searches per question")}: {searches:.2f}; {say("wall time")}: {seconds:.0f} s.
-{busy(summary) if world == "en" else ""}
+{table_of_kinds(summary) if world == "hard" else ""}{busy(summary) if world != "zh" else ""}
 | {say("phase")} | {say("time")} |
 | --- | --- |
 {phases}

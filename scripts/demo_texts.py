@@ -36,16 +36,22 @@ CHINESE = {
 }
 """By their English words, as the pages have them."""
 
+QUESTIONS = {
+    "en": "What is the calling code of Ghana?",
+    "zh": "加纳的国际区号是多少？",
+    "hard": "Which calling code does the country of Ligol Museum use?",
+}
+"""What the report suggests to ask in each world."""
+
 
 def say(world: str, text: str) -> str:
-    """Return a text in the language of a world: en or zh."""
+    """Return a text in the language of a world: Chinese for zh, else English."""
     return CHINESE[text] if world == "zh" else text
 
 
 def ask_with(world: str, out: Path) -> tuple[str, str]:
     """Return the commands that serve the demo's corpus and ask its model."""
-    if world == "zh":
-        serve = f"CORPUS_PATH={out / 'data' / 'corpus.jsonl'} bash retrieval_launch.sh"
-        return serve, f'.venv/bin/python infer.py "加纳的国际区号是多少？" --model {out / "model"}'
-    ask = '.venv/bin/python infer.py "What is the calling code of Ghana?"'
-    return "bash retrieval_launch.sh", f"{ask} --model {out / 'model'}"
+    serve = "bash retrieval_launch.sh"
+    if world != "en":
+        serve = f"CORPUS_PATH={out / 'data' / 'corpus.jsonl'} {serve}"
+    return serve, f'.venv/bin/python infer.py "{QUESTIONS[world]}" --model {out / "model"}'

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.demo_report import write_report
+from example.hard_questions import Kind
+from scripts.demo_report import KINDS, write_report
 from scripts.demo_texts import CHINESE, say
 
 
@@ -21,6 +22,8 @@ def validation(em: float, single: float, two_hop: float) -> dict[str, float]:
         "val/em": em,
         "val/geo_single/em": single,
         "val/geo_two_hop/em": two_hop,
+        "val/geo_single/env/valid_searches": 1 + single,
+        "val/geo_two_hop/env/valid_searches": 2.0,
         "val/env/valid_searches": 1.5,
         "val/num_rows": 2,
     }
@@ -91,6 +94,19 @@ def test_the_report_of_the_chinese_world(run: Path) -> None:
     assert f"CORPUS_PATH={run}/data/corpus.jsonl bash retrieval_launch.sh" in report
     assert f"--model {run}/model" in report
     assert not re.search("warm start|search needed|before|retriever first", report)
+
+
+def test_the_report_of_the_harder_world(run: Path) -> None:
+    """It tells EM and searches by kind before and after, and names each kind that world has."""
+    write_report(run, "grpo", 7, {}, 9.0, Console(quiet=True), "hard")
+    assert json.loads((run / "summary.json").read_text())["kinds"] == {
+        "geo_single": {"em": [0.0, 1.0], "searches": [1.0, 2.0]},
+        "geo_two_hop": {"em": [0.0, 1.0], "searches": [2.0, 2.0]},
+    }
+    report = (run / "report.md").read_text()
+    assert "| one search needed | 0.000 | 1.000 | 1.00 | 2.00 |" in report
+    assert "| two searches needed | 0.000 | 1.000 | 2.00 | 2.00 |" in report
+    assert set(KINDS) == set(Kind)
 
 
 @pytest.mark.parametrize("world", ["en", "zh"])
