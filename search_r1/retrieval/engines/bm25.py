@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
 Ranked = tuple[list[int], list[float]]  # rows and scores of a query's documents, best first
-Rank = Callable[[list[str], int, Mask | None], Ranked]
+Rank = Callable[[Sequence[list[str]], int, Mask | None], list[Ranked]]  # for each query's words
 UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
 """Errors that bm25s, numpy and json raise for malformed files."""
@@ -96,7 +96,7 @@ class Bm25Retriever(RowRetriever):
 
             self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
-            ranked = [self._rank(words, k, allowed) for words in self._words(queries)]
+            ranked = self._rank(self._words(queries), k, allowed)
         return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
     def explain(self, query: str, k: int) -> list[dict[str, float]]:
@@ -106,7 +106,10 @@ class Bm25Retriever(RowRetriever):
         [words], (_, [rows]) = self._words([query]), self.rank([query], k)
         return shares_of_words(self._index, words, rows)
 
-    def _rank_all(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
+    def _rank_all(self, queries: Sequence[list[str]], k: int, allowed: Mask | None) -> list[Ranked]:
+        return [self._rank_one(words, k, allowed) for words in queries]
+
+    def _rank_one(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
         word_ids = self._index.get_tokens_ids(words)
         if not word_ids:
             return [], []

@@ -1,13 +1,17 @@
 """BM25 over a large index: the documents and scores of all postings, most of which stay unread."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import bm25s
 import numpy as np
+import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Mask
 
+Scores = npt.NDArray[np.float32]
 logger = logging.getLogger(__name__)
 
 WINDOW = 1 << 15
@@ -17,12 +21,14 @@ COMMON = 32
 it: 1.5 bits for each document, and about a tenth of the index for all common words."""
 ALL = np.zeros(0, dtype=bool)
 """For the loops: every row may be found."""
+MAX_THREADS = 8
+"""Threads that rank queries of one request; what is not compiled, a seventh, has one at a time."""
 MAX_K = 100
 """Most documents for which leaving postings out was measured to be faster than adding all."""
 
 
 Ranked = tuple[list[int], list[float]]
-Rank = Callable[[list[str], int, Mask | None], Ranked]
+Rank = Callable[[Sequence[list[str]], int, Mask | None], list[Ranked]]
 
 
 class PrunedRanking:
@@ -47,13 +53,32 @@ class PrunedRanking:
         self._loops = bm25_loops
         self._postings = bm25_loops.Postings(scores, rows, starts, slots, bits, ranks)
         self._peaks = np.zeros(len(sizes), dtype=np.float32)  # of words that were searched
-        self._sums = np.zeros(window, dtype=np.float32)
-        self([next(iter(index.vocab_dict))], 1, None)
+        self._window = window
+        self._num_threads = min(MAX_THREADS, bm25_loops.NUM_THREADS)
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bm25")
+        self([[next(iter(index.vocab_dict))]], 1, None)
 
-    def __call__(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
+    def __call__(self, queries: Sequence[list[str]], k: int, allowed: Mask | None) -> list[Ranked]:
+        if k > MAX_K:
+            return self._rank_all(queries, k, allowed)
+        count = min(self._num_threads, len(queries))
+        parts = [queries[i::count] for i in range(count)]
+        ranked: list[Ranked] = [([], [])] * len(queries)
+        found = self._threads.map(partial(self._rank_part, k=k, allowed=allowed), parts)
+        for i, part in enumerate(found):
+            ranked[i::count] = part
+        return ranked
+
+    def _rank_part(
+        self, queries: Sequence[list[str]], k: int, allowed: Mask | None
+    ) -> list[Ranked]:
+        sums = np.zeros(self._window, dtype=np.float32)
+        return [self._rank_one(words, k, allowed, sums) for words in queries]
+
+    def _rank_one(self, words: list[str], k: int, allowed: Mask | None, sums: Scores) -> Ranked:
         ids = np.array(self._index.get_tokens_ids(words), dtype=np.int64)
-        if not len(ids) or k > MAX_K:
-            return self._rank_all(words, k, allowed)
+        if not len(ids):
+            return [], []
         for word in ids[self._peaks[ids] == 0]:
             self._prepare(word)
         # Rare words first, then those that give most.
@@ -64,22 +89,25 @@ class PrunedRanking:
         rest *= 1 + self._loops.ROUNDING * len(ids)
         num_rare, best = int(np.isinf(gain).sum()), np.zeros(k, dtype=np.float32)
         rows, scores = self._loops.best_rows(
-            self._postings, ids, ids[by_use], rest, num_rare, best, self._sums,
+            self._postings, ids, ids[by_use], rest, num_rare, best, sums,
             ALL if allowed is None else allowed,
         )  # fmt: skip
         order = np.lexsort((rows, -scores))[:k]
         return rows[order].tolist(), scores[order].tolist()
 
     def _prepare(self, word: int) -> None:
-        """Compute the peak of a word's scores and, if it is common, its bitmap."""
+        """Compute the peak of a word's scores and, if it is common, its bitmap.
+
+        The peak comes last, since other threads take it as a sign that the bitmap is complete.
+        """
         scores, rows, starts, slots, bits, ranks = self._postings
         postings = slice(starts[word], starts[word + 1])
-        self._peaks[word] = scores[postings].max(initial=0)
         if (slot := slots[word]) >= 0:
             has_word = np.zeros(64 * bits.shape[1], dtype=bool)
             has_word[rows[postings]] = True
             bits[slot] = np.packbits(has_word, bitorder="little").view("<u8")
             ranks[slot, 1:] = np.bitwise_count(bits[slot, :-1]).cumsum()
+        self._peaks[word] = scores[postings].max(initial=0)
 
 
 def open_pruned(index: bm25s.BM25, rank_all: Rank) -> Rank:
