@@ -45,10 +45,9 @@ class Bench:
         """The timed queries."""
         return self.questions[: self.num_queries]
 
-    @property
-    def warm_up_queries(self) -> list[str]:
-        """The queries of the warm-up, none of which is timed."""
-        return [f"{question} (warm-up)" for question in self.questions[-NUM_WARM_UP:]]
+    def warm_up_queries(self, count: int = NUM_WARM_UP) -> list[str]:
+        """Return the queries of a warm-up, none of which is timed."""
+        return [f"{question} (warm-up)" for question in self.questions[-count:]]
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ def measure(
     mode: str = "raw",
     batch: int = 1,
     extra: Sequence[str] = (),
+    num_warm_up: int = NUM_WARM_UP,
     profile: Path | None = None,
 ) -> Run:
     """Start the server called `name`, warm it up and load it.
@@ -82,7 +82,7 @@ def measure(
     that py-spy samples during the load. Raises RuntimeError if any answer is incomplete.
     """
     with run_server(name, paths, bench.model, bench.threads, *extra) as server:
-        run_load(server.url, bench.warm_up_queries, clients=8, topk=bench.topk)
+        run_load(server.url, bench.warm_up_queries(num_warm_up), clients=8, topk=bench.topk)
         before, cpu_before = server.counters(), server.cpu_seconds()
         with record_profile(server.pid, profile) if profile else contextlib.nullcontext():
             clients = 1 if batch > 1 else bench.clients

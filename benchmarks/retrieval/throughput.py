@@ -11,6 +11,10 @@ from benchmarks.retrieval.profiling import profile_figures
 from benchmarks.retrieval.servers import BASELINES
 
 BATCH = 512
+WORKERS = 2
+"""Workers of a BM25 server beside the one process: this machine's cores."""
+WORKERS_WARM_UP = 1500
+"""Queries after which each worker has the bitmaps of common words."""
 REPEATS = 5
 WINDOW = 10
 """Questions whose repeats are shuffled together: 50 requests, about a second for the baseline."""
@@ -124,7 +128,10 @@ def _hits(run: Run) -> list[list[dict[str, object]] | None]:
 
 
 def bm25(bench: Bench, corpus: str) -> list[Figure]:
-    """Measure BM25 with concurrent clients, over raw connections and with RetrievalClient."""
+    """Measure BM25 with concurrent clients, over raw connections and with RetrievalClient.
+
+    Also over raw connections to `WORKERS` workers.
+    """
     paths, queries = bench.paths(corpus), bench.questions
     figures: list[Figure] = []
     for mode in ("raw", "client"):
@@ -135,6 +142,14 @@ def bm25(bench: Bench, corpus: str) -> list[Figure]:
         figures += cost_figures(f"{mode}, server", runs)
         generator_ms = 1e3 * mean([r.report.cpu_seconds for r in runs]) / len(queries)
         figures.append(Figure(f"{mode}, generator: processor time", generator_ms, "ms/query"))
+    flags = ("--workers", str(WORKERS))
+    runs = [
+        measure(bench, "bm25", paths, queries, extra=flags, num_warm_up=WORKERS_WARM_UP)
+        for _ in range(bench.rounds)
+    ]
+    note = f"{WORKERS_WARM_UP} queries before"
+    rate, *latencies = rate_figures(f"raw, {WORKERS} workers", runs, note=note)
+    figures += [replace(rate, at_least=3000.0 if corpus == "1m" else None), *latencies]
     if bench.profile:
         path = bench.cache / "profiles" / f"bm25-{corpus}.txt"
         measure(bench, "bm25", paths, queries, profile=path)
