@@ -50,8 +50,11 @@ lock-gpu: $(VENV)/.installed
 licences: $(VENV)/.installed
 	$(BIN)/python -m scripts.licences
 
+# Under another name, since `make -n` runs what names $(MAKE), and this would train.
+AGAIN = $(MAKE)
+
 demo:
-	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
+	@start=$$(date +%s); $(AGAIN) --no-print-directory $(VENV)/.installed && \
 	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --staleness $(ASYNC) \
 	--started-at $$start $(DEMO_ARGS)
 

@@ -1,5 +1,6 @@
 """The demo's choice of device and its consequences; nothing is trained."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,11 @@ def test_sampling_ahead_is_refused_on_a_shared_card(
     check_staleness(0, "cuda")
     with pytest.raises(ResourceError, match="got 2, expected 0"):
         check_staleness(2, "cuda")
+
+
+@pytest.mark.parametrize("target", ["demo", "demo-zh", "demo-hard"])
+def test_a_dry_run_of_make_trains_nothing(tmp_path: Path, target: str) -> None:
+    """make runs a line that names $(MAKE) under -n too; in this empty folder that would fail."""
+    command = ["make", "-n", "-f", str(demo.ROOT / "Makefile"), target]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "scripts.demo" in done.stdout and not list(tmp_path.iterdir())
