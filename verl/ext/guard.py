@@ -32,6 +32,7 @@ from verl.config import Config, GuardConfig
 from verl.config.trainer import PATIENCE
 from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError, MismatchError, did_you_mean, explain
+from verl.rewards.interface import Reward
 from verl.trainer.hooks import Hook
 from verl.types import Metrics, Origin, Segment, Status, Trajectory, num_calls
 
@@ -52,6 +53,7 @@ TURN_TOKENS, REPETITION = "guard/turn_tokens", "guard/repetition"
 """What the policy writes, which is mostly reasoning: tokens a turn, and share of repeated ones."""
 DRIFT = "guard/log_prob_drift"
 SHIFT = "guard/policy_shift"
+SCORE_GAP = "guard/score_gap"
 ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
@@ -131,6 +133,7 @@ RULES = (
     Rule("drift_drop", DRIFT, Kind.DROP, 0.3),
     Rule("drift_crash", DRIFT, Kind.DROP, 1.0, patience=1),
     Rule("shift_bound", SHIFT, Kind.CEILING, 0.015, patience=2),
+    Rule("score_gap_drop", SCORE_GAP, Kind.DROP, 0.0),
     Rule("malformed_rise", MALFORMED, Kind.RISE, 0.3),
     Rule("no_answer_rise", NO_ANSWER, Kind.RISE, 0.3),
     Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE, 0.3),
@@ -257,7 +260,7 @@ class CollapseGuard(Hook, Watcher):
 
     def on_trained(self, trainer: RayPPOTrainer, metrics: Metrics) -> None:
         """Judge the step; raises CollapseError or MismatchError once its metrics are logged."""
-        metrics |= self._measured
+        metrics |= self._measured | score_gap(trainer.current.samples.rewards)
         verdict = self.judge(trainer.step, metrics)
         try:
             self.require_health(trainer.step, verdict)
@@ -416,6 +419,18 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
         metrics[TURN_TOKENS] = sum(t.num_policy_tokens for t in completed) / num_turns
         metrics[REPETITION] = float(np.mean([repetition(turns) for turns in written if turns]))
     return metrics
+
+
+def score_gap(rewards: Sequence[Reward]) -> Metrics:
+    """Return by how much the mean score of right answers exceeds that of wrong ones.
+
+    Empty if an outcome is unknown, or all are alike.
+    """
+    scores = {is_right: [r.score for r in rewards if r.is_right is is_right]
+              for is_right in (True, False)}  # fmt: skip
+    if not all(scores.values()) or sum(map(len, scores.values())) < len(rewards):
+        return {}
+    return {SCORE_GAP: float(np.mean(scores[True]) - np.mean(scores[False]))}
 
 
 def repetition(turns: Sequence[Segment]) -> float:

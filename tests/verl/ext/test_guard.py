@@ -26,6 +26,7 @@ from verl.ext.guard import (
     MISMATCH,
     NO_ANSWER,
     REPETITION,
+    SCORE_GAP,
     SHIFT,
     SKIPPED,
     TOOL_USE,
@@ -38,15 +39,19 @@ from verl.ext.guard import (
     measure,
     repetition,
     rules,
+    score_gap,
 )
+from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
 USUAL = {
     DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,
     ENTROPY: 0.3, GRAD_NORM: 0.5, SKIPPED: 0.0, TURN_TOKENS: 40.0, REPETITION: 0.05,
+    SCORE_GAP: 1.0,
 }  # fmt: skip
 BREAKS = [
     ("drift_drop", DRIFT, -0.31, -0.29),
+    ("score_gap_drop", SCORE_GAP, -0.01, 0.0),
     ("malformed_rise", MALFORMED, 0.36, 0.34),
     ("no_answer_rise", NO_ANSWER, 0.36, 0.34),
     ("length_clip_rise", LENGTH_CLIP, 0.33, 0.31),
@@ -345,6 +350,15 @@ def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
 def test_a_batch_of_failures_has_no_behaviour() -> None:
     """Failures of the infrastructure never look like a collapse."""
     assert measure([counted(Status.FAILED, 1)]) == {}
+
+
+def test_the_gap_is_that_of_mean_scores_where_all_outcomes_are_known() -> None:
+    """A reward of the wrong sign has a negative one at once."""
+    rewards = [Reward(0.8, {}, True), Reward(1.0, {}, True), Reward(0.3, {}, False)]
+    assert score_gap(rewards) == {SCORE_GAP: pytest.approx(0.6)}
+    assert score_gap([Reward(-r.score, {}, r.is_right) for r in rewards])[SCORE_GAP] < 0
+    assert score_gap([*rewards, Reward(0.0, {}, None)]) == {}
+    assert score_gap(rewards[:2]) == score_gap([]) == {}
 
 
 def policy(*ids: int) -> Segment:
