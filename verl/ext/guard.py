@@ -132,7 +132,7 @@ RULES = (
     Rule("mismatch_bound", MISMATCH, Kind.CEILING, 0.5, patience=1),
     Rule("drift_drop", DRIFT, Kind.DROP, 0.3),
     Rule("drift_crash", DRIFT, Kind.DROP, 1.0, patience=1),
-    Rule("shift_bound", SHIFT, Kind.CEILING, 0.015, patience=2),
+    Rule("shift_bound", SHIFT, Kind.CEILING, 0.01, patience=2),
     Rule("score_gap_drop", SCORE_GAP, Kind.DROP, 0.0),
     Rule("malformed_rise", MALFORMED, Kind.RISE, 0.3),
     Rule("no_answer_rise", NO_ANSWER, Kind.RISE, 0.3),

@@ -108,7 +108,7 @@ def test_every_rule_is_tried() -> None:
 def test_two_large_policy_shifts_are_a_collapse() -> None:
     """No baseline is needed, and a third such step would be too late."""
     guard = new(GuardConfig())
-    steps = ({**USUAL, SHIFT: shift} for shift in (0.02, 0.014, 0.016, 0.016))
+    steps = ({**USUAL, SHIFT: shift} for shift in (0.02, 0.009, 0.011, 0.011))
     expected = ["warning", "healthy", "warning", "collapsed"]
     assert healths(guard, steps) == expected
 
