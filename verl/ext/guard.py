@@ -133,6 +133,7 @@ RULES = (
     Rule("drift_drop", DRIFT, Kind.DROP, 0.3),
     Rule("drift_crash", DRIFT, Kind.DROP, 1.0, patience=1),
     Rule("shift_bound", SHIFT, Kind.CEILING, 0.01, patience=2),
+    Rule("shift_crash", SHIFT, Kind.CEILING, 0.05, patience=1),
     Rule("score_gap_drop", SCORE_GAP, Kind.DROP, 0.0),
     Rule("malformed_rise", MALFORMED, Kind.RISE, 0.3),
     Rule("no_answer_rise", NO_ANSWER, Kind.RISE, 0.3),

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from benchmarks.algorithms.runner import BASE, RESULT, retriever, run_variant, stay_on
 from benchmarks.algorithms.variants import GRPO, NO_MASK
+from verl.config import GuardConfig
 from verl.ext.guard import (
     DRIFT,
     LENGTH_CLIP,
@@ -39,10 +40,9 @@ from verl.ext.guard import (
     REPETITION,
     SHIFT,
     TURN_TOKENS,
+    CollapseGuard,
 )
 
-COLLAPSED = 2.0
-"""Value of `guard/health` for a collapse."""
 FALL = 0.8
 """Share of the best validation EM so far, below which a run has collapsed."""
 FACTORS = {"rate": 30, "length": 10, "mask": 10}
@@ -77,8 +77,9 @@ class Course:
 
     @property
     def caught(self) -> int | None:
-        """The first step with a verdict of collapse."""
-        steps = (int(row["step"]) for row in self.rows if row.get("guard/health") == COLLAPSED)
+        """The first step that today's rules call a collapse, from the metrics that were logged."""
+        guard = CollapseGuard(GuardConfig(), Path("no checkpoints"))
+        steps = (int(row["step"]) for row in self.rows[1:] if guard.observe(row).is_collapsed)
         return next(steps, None)
 
     @property
