@@ -62,26 +62,37 @@ class Interrupted(np.ndarray):
         return super().__getitem__(key)
 
 
-@pytest.mark.parametrize("factory", ["SQ8", "IVF4,PQ8x4", "HNSW8"])
-def test_a_killed_build_goes_on_with_what_it_had_added(tmp_path: Path, factory: str) -> None:
-    """It is not trained again, adds the blocks that were missing, and finds what others find."""
-    matrix = unit_vectors(4 * 65536 // 3, 8)
+def test_a_killed_build_goes_on_with_what_it_had_added(tmp_path: Path) -> None:
+    """It is not trained again, adds the blocks that were missing, and writes the same bytes."""
+    matrix = unit_vectors(65536 + 200, 8)
     whole, resumed, kept = (tmp_path / name for name in ("whole", "resumed", "kept"))
     broken = matrix.view(Interrupted)
     broken.limit = 65536
     with pytest.raises(KeyboardInterrupt):
-        build_faiss(broken, factory, resumed, kept, keep_seconds=0)
+        build_faiss(broken, "SQ8", resumed, kept, keep_seconds=0)
     assert not resumed.exists()
     rest = matrix.view(Interrupted)
     rest.limit = len(matrix)
-    build_faiss(rest, factory, resumed, kept)
+    build_faiss(rest, "SQ8", resumed, kept)
     assert rest.first == 65536
-    build_faiss(matrix, factory, whole, tmp_path / "other")
-    if factory != "HNSW8":  # its levels are drawn anew
-        assert resumed.read_bytes() == whole.read_bytes()
-    index = faiss.read_index(str(resumed))
-    assert index.ntotal == len(matrix)
-    assert (index.search(matrix[-100:], 1)[1][:, 0] >= 65536).mean() > 0.5
+    build_faiss(matrix, "SQ8", whole, tmp_path / "other")
+    assert resumed.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("factory", ["HNSW32", "IVF4,PQ8x4"])
+def test_rows_are_added_to_what_was_kept(tmp_path: Path, factory: str) -> None:
+    """Also to a graph; the rows of the second part are found as well as those of the first."""
+    matrix = unit_vectors(700)
+    index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
+    index.train(matrix)
+    index.add(matrix[:350])
+    faiss.write_index(index, str(tmp_path / "kept"))
+    build_faiss(matrix, factory, tmp_path / "x", tmp_path / "kept")
+    index.add(matrix[350:])
+    built = faiss.read_index(str(tmp_path / "x"))
+    assert built.ntotal == 700
+    found, expected = (i.search(matrix, 1)[1][:, 0] == np.arange(700) for i in (built, index))
+    assert (found == expected).mean() > 0.95
 
 
 WRONG = ["Nonsense", "PQ7", "IVF,Flat", "", "IDMap,Flat", "IDMap,IVF4,Flat", "PCA80,Flat", "NSG8"]
