@@ -120,7 +120,8 @@ def test_the_second_forward_pass_has_the_correct_trajectories(
     build(config, log, set(), steps=1).fit()
     assert log == ["update_weights", "generate", "ref_log_probs", "update_actor",
                    "log_probs of 4", "update_weights"]  # fmt: skip
-    config.trainer.guard.limits = dict.fromkeys(("drift_drop", "drift_crash", "shift_bound"))
+    of_updates = ("drift_drop", "drift_crash", "shift_bound", "shift_crash")
+    config.trainer.guard.limits = dict.fromkeys(of_updates)
     log.clear()
     build(config, log, set(), steps=1).fit()
     assert "log_probs of 4" not in log
