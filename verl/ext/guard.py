@@ -100,7 +100,7 @@ class Rule:
     def bound(self, baseline: float | None) -> float | None:
         """Return the allowed maximum or minimum; None while a relative rule lacks a baseline."""
         if self.kind is Kind.DROP:
-            return -self.limit
+            return 0.0 - self.limit  # not -0.0
         if self.kind is Kind.CEILING:
             return self.limit
         if baseline is None or (baseline == 0.0 and self.kind is Kind.GROWTH):
@@ -187,10 +187,13 @@ class Verdict:
     """One for each broken rule: metric, value, bound, baseline and number of steps in a row."""
     is_collapsed: bool = False
     """Whether a rule was broken for as many steps as its patience; otherwise reasons only warn."""
-    is_mismatch: bool = False
-    """Whether engines and trainer disagree, which explains whatever other rules found."""
-    is_of_tools: bool = False
-    """Whether tools give nothing, which the policy cannot help."""
+    broken: frozenset[str] = frozenset()
+    """The metrics beyond a bound."""
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether engines and trainer disagree, which explains whatever other rules found."""
+        return MISMATCH in self.broken
 
     @property
     def health(self) -> str:
@@ -286,7 +289,7 @@ class CollapseGuard(Hook, Watcher):
 
         A metric that the step lacks (no correct trajectory, no update) leaves its rules' counts.
         """
-        reasons, is_collapsed, is_mismatch, is_of_tools = [], False, False, False
+        reasons, is_collapsed, broken = [], False, set[str]()
         for rule in self.rules:
             if (value := metrics.get(rule.metric)) is None:
                 continue
@@ -296,14 +299,13 @@ class CollapseGuard(Hook, Watcher):
                 continue
             count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
             is_collapsed |= count >= (rule.patience or 1)
-            is_mismatch |= rule.metric == MISMATCH
-            is_of_tools |= rule.metric in OF_TOOLS
+            broken.add(rule.metric)
             reasons.append(rule.reason(value, baseline, count))
         if not reasons:
             for metric in {rule.metric for rule in self.rules} & metrics.keys():
                 values = [*self.history.get(metric, []), metrics[metric]]
                 self.history[metric] = values[-BASELINE_STEPS:]
-        return Verdict(tuple(reasons), is_collapsed, is_mismatch, is_of_tools)
+        return Verdict(tuple(reasons), is_collapsed, frozenset(broken))
 
     def baseline(self, metric: str) -> float | None:
         """Return the median over the latest healthy steps; None before the first such step."""
@@ -352,9 +354,12 @@ class CollapseGuard(Hook, Watcher):
         )
 
     def _message(self, step: int, verdict: Verdict) -> str:
-        if verdict.is_of_tools:
+        if verdict.broken.intersection(OF_TOOLS):
             fix = "correct what their servers serve, then continue with trainer.resume_mode=auto"
             return f"the tools give the policy nothing at step {step}: {verdict}; {fix}"
+        if SCORE_GAP in verdict.broken:
+            fix = "correct the reward, then continue from a checkpoint before it, or start again"
+            return f"right answers score below wrong ones at step {step}: {verdict}; {fix}"
         lower = "a lower actor_rollout_ref.actor.optim.lr"
         advice = (f"no checkpoint is known to be healthy: start again with {lower}, and "
                   "with trainer.save_freq to have checkpoints")  # fmt: skip

@@ -99,6 +99,14 @@ def test_tools_that_give_nothing_are_told_as_such() -> None:
         guard.require_health(7, verdicts[-1])
 
 
+def test_a_reward_that_pays_wrong_answers_is_told_as_such() -> None:
+    """The advice is to correct the reward; a bound of 0 is written as 0."""
+    guard = new(GuardConfig(action="stop"))
+    verdicts = [guard.observe({**USUAL, SCORE_GAP: -0.5}) for _ in range(3)]
+    with pytest.raises(CollapseError, match=r"at step 7: .*below 0 \(rule.*correct the reward"):
+        guard.require_health(7, verdicts[-1])
+
+
 def test_every_rule_is_tried() -> None:
     """The table above has all rules except the four that need less patience."""
     names = {rule.name for rule in rules(GuardConfig())}
