@@ -72,9 +72,9 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         else:
             corpus.check_rows(whole=True)
             matrix = load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
-            _check_disk(config, work, manifest, embedded_bytes=0)
+            check_room(config, work, manifest, embedded_bytes=0)
         ready = build_folder.fresh_folder(work / build_folder.READY_NAME)
-        kept = work / _kept_name(config)
+        kept = work / kept_name(config)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, kept, config.faiss_gpu)
         save_fields(fields, ready)
         replace(manifest, dtype=str(matrix.dtype)).save(ready)
@@ -137,7 +137,7 @@ def _embed(
     dim, dtype = manifest.dim, manifest.dtype
     file = EmbeddingFile.create(work, len(corpus), dim, dtype, config.shard_rows)
     done = file.num_done
-    _check_disk(config, work, manifest, (len(corpus) - done) * dim * np.dtype(dtype).itemsize)
+    check_room(config, work, manifest, (len(corpus) - done) * dim * np.dtype(dtype).itemsize)
     if done == 0:
         corpus.check_rows(whole=True)  # before encoding, which can take hours
     else:
@@ -146,15 +146,19 @@ def _embed(
     return file.matrix
 
 
-def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
+def check_room(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
+    """Raise SetupError if the disk lacks room for embeddings, index and what resumes its build."""
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
-    kept = 0 if config.faiss_type == "Flat" else index
     parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
-    parts += ", and as much to resume its build" if kept else ""
-    build_folder.check_disk(work, embedded_bytes + index + kept, parts)
+    need = embedded_bytes + index
+    if config.faiss_type != "Flat":
+        kept = work / kept_name(config)
+        more = max(0, index - (kept.stat().st_size if kept.exists() else 0))
+        parts, need = f"{parts}, {format_bytes(more)} more to resume its build", need + more
+    build_folder.check_disk(work, need, parts)
 
 
-def _kept_name(config: BuildConfig) -> str:
+def kept_name(config: BuildConfig) -> str:
     """Return the name of an unfinished index; another factory or other embeddings have another."""
     facts: list[object] = [config.faiss_type]
     if config.embedding_path is not None:
@@ -233,12 +237,16 @@ def build_faiss(
     if factory == "Flat":
         _write_flat(matrix, path)
         return
+    for part in kept.parent.glob(f".{kept.name}.*.part"):
+        part.unlink()  # of a build that was killed while it wrote
     if kept.exists():
         index = faiss.read_index(str(kept))
         logger.info("%d of %d vectors are in the index already", index.ntotal, len(matrix))
     else:
-        index = _trained(matrix, factory, on_gpu)
-        _keep(index, kept)
+        index = _create_index(factory, matrix.shape[1])
+        if not index.is_trained:
+            _train(index, matrix, factory, on_gpu)
+            _keep(index, kept)
     saved, wait = time.monotonic(), keep_seconds
     for vectors in _blocks_with_progress(matrix, f"add to {factory}", index.ntotal):
         index.add(vectors)
@@ -255,18 +263,15 @@ def _keep(index: Any, kept: Path) -> None:
         faiss.write_index(index, str(part))
 
 
-def _trained(matrix: Matrix, factory: str, on_gpu: bool) -> Any:
-    """Return an empty index that is trained on a sample of the rows."""
-    index = _create_index(factory, matrix.shape[1])
-    if not index.is_trained:
-        sample = training_sample(matrix, factory)
-        logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
-        inverted = faiss.try_extract_index_ivf(index)
-        if on_gpu and inverted is not None:
-            flat = faiss.IndexFlatIP(inverted.d)
-            inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
-        index.train(sample)
-    return index
+def _train(index: Any, matrix: Matrix, factory: str, on_gpu: bool) -> None:
+    """Train an index on a sample of the rows."""
+    sample = training_sample(matrix, factory)
+    logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
+    inverted = faiss.try_extract_index_ivf(index)
+    if on_gpu and inverted is not None:
+        flat = faiss.IndexFlatIP(inverted.d)
+        inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
+    index.train(sample)
 
 
 def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:

@@ -7,15 +7,20 @@ import faiss
 import numpy as np
 import pytest
 
+from search_r1.retrieval.corpus import Fingerprint
 from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.index.dense_builder import (
     build_faiss,
     bytes_per_vector,
     check_factory,
+    check_room,
+    kept_name,
     num_centroids,
     training_sample,
 )
+from search_r1.retrieval.index_builder import BuildConfig
+from search_r1.retrieval.manifest import Manifest
 
 
 def unit_vectors(count: int, dim: int = 16) -> np.ndarray:
@@ -77,6 +82,26 @@ def test_a_killed_build_goes_on_with_what_it_had_added(tmp_path: Path) -> None:
     assert rest.first == 65536
     build_faiss(matrix, "SQ8", whole, tmp_path / "other")
     assert resumed.read_bytes() == whole.read_bytes()
+
+
+def test_a_write_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
+    """Its part would take as much of the disk as the index."""
+    (tmp_path / ".kept.1.part").touch()
+    build_faiss(unit_vectors(100), "SQ8", tmp_path / "x", tmp_path / "kept")
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "kept"}
+
+
+def test_the_disk_needs_room_for_what_is_not_kept_yet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice the index at first; a resumed build has the part that was kept."""
+    config = BuildConfig("own", "corpus.jsonl", str(tmp_path), "hash:16", faiss_type="SQ8")
+    manifest = Manifest("faiss", Fingerprint(1_000_000, 1, "x"), 1_000_000, dim=16)
+    caplog.set_level("INFO")
+    for kept_bytes, need in ((0, "32 MB"), (4_000_000, "28 MB"), (20_000_000, "16 MB")):
+        (tmp_path / kept_name(config)).write_bytes(b"0" * kept_bytes)
+        check_room(config, tmp_path, manifest, embedded_bytes=0)
+        assert f"disk: {need} needed" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("factory", ["HNSW32", "IVF4,PQ8x4"])
