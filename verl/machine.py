@@ -1,6 +1,7 @@
-"""Reads the current memory of this machine: host (within container limits), /dev/shm, GPUs."""
+"""Reads what this machine has: memory (host, within container limits; /dev/shm; GPUs), threads."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,11 @@ PRINT_DEVICES = ("import json; from verl.machine import device_memory; "
                  "print(json.dumps([(d.total, d.free) for d in device_memory()]))")  # fmt: skip
 NO_LIMIT = 1 << 60
 """cgroup v1 writes "no limit" as a number larger than any machine's memory."""
+
+
+def num_threads() -> int:
+    """Return how many threads this process may compute with: OMP_NUM_THREADS, or else its cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def qualities(
 
 
 def encode(model: Path, name: str, questions: Sequence[str], passages: Vectors) -> Vectors:
-    """Return the vectors of the questions; print the rates, and how many batches change hits."""
+    """Return the vectors of the questions; print the rates, and how many depend on the batch."""
     encoder, rates = open_encoder(configs(model)[name]), []
     encoder.encode_queries(questions[:CHUNK])
     for _ in range(ROUNDS):

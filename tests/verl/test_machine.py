@@ -6,8 +6,21 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from verl.machine import HostMemory, control_groups
+from verl.machine import HostMemory, control_groups, num_threads
+
+
+@pytest.mark.parametrize(("given", "expected"), [("3", 3), ("", None), (None, None)])
+def test_threads_are_the_users_or_the_cores(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: int | None
+) -> None:
+    """As for OpenMP, so that workers which divide the cores, and a shared machine, are heeded."""
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert num_threads() == (expected or len(os.sched_getaffinity(0)))
 
 
 def test_reading_devices_does_not_run_the_script_again(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from verl.agent.interface import ToolCall
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.files import exclusive_lock
+from verl.machine import num_threads
 from verl.remote_code import set_trust
 from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status
@@ -37,8 +38,9 @@ def replay_all(
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     reward = build_reward_manager(config)
     # As many threads as a replica of a run on this machine, so that sums have the same order.
-    threads = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    torch.set_num_threads(int(threads))
+    threads = num_threads()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
     if config.trainer.deterministic:
         os.environ.update(DETERMINISTIC_ENV)
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,6 @@ those that `sentence` reads in the same folder. `onnx_export` writes one, also i
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from search_r1.retrieval.encoders.families import Family, Vectors, input_limit, 
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.settings import EncoderConfig
 from verl.errors import explain
+from verl.machine import num_threads
 
 BATCH = 16
 """Default texts per call; larger batches only add padding."""
@@ -164,9 +164,7 @@ def _open_tokenizer(file: Path) -> Tokenizer:
 def _open_session(file: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     # The cores that torch would take, too; and threads that wait sleep, beside those of a search.
-    options.intra_op_num_threads = int(
-        os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-    )
+    options.intra_op_num_threads = num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])

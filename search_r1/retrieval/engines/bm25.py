@@ -1,7 +1,7 @@
 """BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
 Ranked = tuple[list[int], list[float]]  # rows and scores of a query's documents, best first
-Rank = Callable[[Sequence[list[str]], int, Mask | None], list[Ranked]]  # for each query's words
+Rank = Callable[[list[list[str]], int, Mask | None], Iterable[Ranked]]  # of queries' words
 UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
 """Errors that bm25s, numpy and json raise for malformed files."""
@@ -96,7 +96,7 @@ class Bm25Retriever(RowRetriever):
 
             self._watches_queries = not warn_of_queries(queries)
         with stage("search"):
-            ranked = self._rank(self._words(queries), k, allowed)
+            ranked = list(self._rank(self._words(queries), k, allowed))
         return [scores for _, scores in ranked], [rows for rows, _ in ranked]
 
     def explain(self, query: str, k: int) -> list[dict[str, float]]:
@@ -106,18 +106,16 @@ class Bm25Retriever(RowRetriever):
         [words], (_, [rows]) = self._words([query]), self.rank([query], k)
         return shares_of_words(self._index, words, rows)
 
-    def _rank_all(self, queries: Sequence[list[str]], k: int, allowed: Mask | None) -> list[Ranked]:
-        return [self._rank_one(words, k, allowed) for words in queries]
-
-    def _rank_one(self, words: list[str], k: int, allowed: Mask | None) -> Ranked:
-        word_ids = self._index.get_tokens_ids(words)
-        if not word_ids:
-            return [], []
-        scores = self._index.get_scores_from_ids(word_ids)
-        if allowed is not None:
-            scores *= allowed
-        rows = top_rows(scores, k, self._score_lower_bound(word_ids, scores, k))
-        return rows, scores[rows].tolist()
+    def _rank_all(self, queries: list[list[str]], k: int, allowed: Mask | None) -> Iterator[Ranked]:
+        for words in queries:
+            if not (word_ids := self._index.get_tokens_ids(words)):
+                yield [], []
+                continue
+            scores = self._index.get_scores_from_ids(word_ids)
+            if allowed is not None:
+                scores *= allowed
+            rows = top_rows(scores, k, self._score_lower_bound(word_ids, scores, k))
+            yield rows, scores[rows].tolist()
 
     def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
         """Return the k-th best score of the rarest word that `k` documents have, or 0.0."""

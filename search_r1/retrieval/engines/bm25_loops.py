@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import config, njit, uint32, uint64
+from numba import njit, uint32, uint64
 
-NUM_THREADS: int = config.NUMBA_NUM_THREADS
-"""Cores that this process may use, or the environment variable of this name."""
 ROUNDING = 2.0**-22
 """More than the relative error, for each word, by which two orders of float32 sums may differ."""
 

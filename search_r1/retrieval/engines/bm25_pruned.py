@@ -1,7 +1,7 @@
 """BM25 over a large index: the documents and scores of all postings, most of which stay unread."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Mask
+from verl.machine import num_threads
 
 Scores = npt.NDArray[np.float32]
 logger = logging.getLogger(__name__)
@@ -22,13 +23,13 @@ it: 1.5 bits for each document, and about a tenth of the index for all common wo
 ALL = np.zeros(0, dtype=bool)
 """For the loops: every row may be found."""
 MAX_THREADS = 8
-"""Threads that rank queries of one request; what is not compiled, a seventh, has one at a time."""
+"""Threads that rank queries of one batch; what is not compiled runs in one of them at a time."""
 MAX_K = 100
 """Most documents for which leaving postings out was measured to be faster than adding all."""
 
 
 Ranked = tuple[list[int], list[float]]
-Rank = Callable[[Sequence[list[str]], int, Mask | None], list[Ranked]]
+Rank = Callable[[list[list[str]], int, Mask | None], Iterable[Ranked]]
 
 
 class PrunedRanking:
@@ -54,11 +55,11 @@ class PrunedRanking:
         self._postings = bm25_loops.Postings(scores, rows, starts, slots, bits, ranks)
         self._peaks = np.zeros(len(sizes), dtype=np.float32)  # of words that were searched
         self._window = window
-        self._num_threads = min(MAX_THREADS, bm25_loops.NUM_THREADS)
+        self._num_threads = min(MAX_THREADS, num_threads())
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bm25")
         self([[next(iter(index.vocab_dict))]], 1, None)
 
-    def __call__(self, queries: Sequence[list[str]], k: int, allowed: Mask | None) -> list[Ranked]:
+    def __call__(self, queries: list[list[str]], k: int, allowed: Mask | None) -> Iterable[Ranked]:
         if k > MAX_K:
             return self._rank_all(queries, k, allowed)
         count = min(self._num_threads, len(queries))
@@ -69,9 +70,7 @@ class PrunedRanking:
             ranked[i::count] = part
         return ranked
 
-    def _rank_part(
-        self, queries: Sequence[list[str]], k: int, allowed: Mask | None
-    ) -> list[Ranked]:
+    def _rank_part(self, queries: list[list[str]], k: int, allowed: Mask | None) -> list[Ranked]:
         sums = np.zeros(self._window, dtype=np.float32)
         return [self._rank_one(words, k, allowed, sums) for words in queries]
 

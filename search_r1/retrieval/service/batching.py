@@ -39,7 +39,6 @@ SMOOTHING = 0.2
 """Weight of the last batch in the moving average of the query rate."""
 MAX_RETRY_AFTER_S = 60.0
 
-
 T = TypeVar("T")
 QueryResult = SerializedHits | SearchError
 Scope = tuple[int, Filter]

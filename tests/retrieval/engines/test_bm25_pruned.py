@@ -32,8 +32,11 @@ def made_up(path: Path, num_documents: int) -> tuple[list[list[str]], list[str]]
 
 @pytest.mark.parametrize("num_documents", [1, 63, 64, 3000])
 @pytest.mark.parametrize("window", [1, 100, 1 << 15])
-def test_ranks_as_the_plain_engine(tmp_path: Path, num_documents: int, window: int) -> None:
-    """Any number of windows, blocks of 64 rows and hits gives the same hits, ties included."""
+def test_ranks_as_the_plain_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_documents: int, window: int
+) -> None:
+    """Any number of windows, blocks of 64 rows and hits gives the same hits, in three threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     texts, queries = made_up(tmp_path / "corpus.jsonl", num_documents)
     index, corpus = bm25s.BM25(), Corpus.open(tmp_path / "corpus.jsonl")
     index.index(texts, show_progress=False)
