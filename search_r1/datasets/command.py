@@ -165,6 +165,26 @@ class DifficultyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemonstrationOptions:
+    """The question files, and evaluations of them by any model."""
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    """parquet or jsonl files that were evaluated, whose prompts the demonstrations get"""
+    evaluations: tuple[Path, ...] = ()
+    """the --out of each `search-r1 evaluate`, best with several samples for each question"""
+    out: Path = Path("data/demonstrations.jsonl")
+    """file to write, the train_file of `verl.trainer.sft`"""
+    measure: Literal["em", "f1", "cover_em", "judge"] = "em"
+    """measure that decides"""
+    min_score: Annotated[float, Bounds(0, 1)] = 1.0
+    """lowest value of it"""
+    per_question: Annotated[int, Bounds(1)] = 1
+    """most dialogues of a question"""
+    seed: Seed = 0
+    """seed of the choice among them"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
     """The file whose wording is wanted, and the template to write."""
 
@@ -193,6 +213,8 @@ RECIPES: dict[str, tuple[type, str, str]] = {
               "evidence for each answer is in a corpus"),
     "difficulty": (DifficultyOptions, "difficulty:build", "question files with a column of pass "
                    "rates"),
+    "demonstrations": (DemonstrationOptions, "demonstrations:build", "demonstrations for "
+                       "supervised training from right dialogues of evaluations"),
     "template": (TemplateOptions, "template:build", "a template with the wording of a file's "
                  "prompts, which a published checkpoint saw"),
 }  # fmt: skip

@@ -42,5 +42,5 @@ def test_every_script_is_documented() -> None:
     assert (
         {name for name, _ in COMMANDS}
         == set(RECIPES)
-        == scripts | {"audit", "difficulty", "template"}
+        == scripts | {"audit", "demonstrations", "difficulty", "template"}
     )

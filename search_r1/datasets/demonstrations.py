@@ -1,0 +1,125 @@
+"""Turns right dialogues of evaluations into demonstrations: `search-r1 data demonstrations`.
+
+The evaluated model may be any: the policy itself (rejection sampling), or a larger one behind an
+endpoint. A demonstration has the prompt of the question's row, and what the model wrote and read.
+"""
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from search_r1.agent.question import question_of
+from search_r1.datasets.columns import by_set
+from search_r1.datasets.command import DemonstrationOptions
+from search_r1.evaluation.samples import Sample
+from search_r1.evaluation.store import read_evaluation
+from search_r1.plain import markdown_table
+from verl.data.rows import Row, load_rows
+from verl.data.trajectories import write_jsonl
+from verl.errors import ConfigError, DataError, explain
+from verl.types import Status
+
+ORIGINS = frozenset({"policy", "observation"})
+"""Origins of what follows the prompt in a demonstration."""
+
+Dialogues = Mapping[tuple[str, str], Sequence[Sample]]
+"""Dialogues of each question, by set and question."""
+
+
+def build(options: DemonstrationOptions) -> int:
+    """Write the demonstrations, and print how many questions have one.
+
+    Raises ConfigError or DataError if there is nothing to read or to keep.
+    """
+    for key, value in (("FILE", options.files), ("--evaluations", options.evaluations)):
+        if not value:
+            raise ConfigError(explain(key, "nothing", "one or more", "name what was evaluated"))
+    rows = load_rows([str(path) for path in options.files])
+    right, dropped = read_right(options)
+    kept = [choose(row, right.get(_key(row), ()), options) for row in rows]
+    demonstrations = [
+        demonstration(row, sample)
+        for row, samples in zip(rows, kept, strict=True)
+        for sample in samples
+    ]
+    if not demonstrations:
+        fix = "lower --min_score, or name the files that were evaluated"
+        got = f"none of these questions in them (left out: {dict(dropped)})"
+        raise DataError(explain("--evaluations", got, "right dialogues", fix))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(options.out, demonstrations)
+    sys.stdout.write(f"{options.out}: {len(demonstrations)} demonstrations\n\n{table(rows, kept)}")
+    return 0
+
+
+def read_right(options: DemonstrationOptions) -> tuple[Dialogues, Counter[str]]:
+    """Return the different right dialogues of all evaluations, and why others are left out.
+
+    Raises DataError for an unfinished evaluation, or one whose prompts are not those of the rows.
+    """
+    right: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    seen, dropped = set(), Counter[str]()
+    for folder in options.evaluations:
+        for sample in _read_agent(folder):
+            reason = _reason(sample, options)
+            if not reason and (sample.question, sample.dialogue) in seen:
+                reason = "twice"
+            if reason:
+                dropped[reason] += 1
+                continue
+            seen.add((sample.question, sample.dialogue))
+            right[sample.data_source, sample.question].append(sample)
+    return right, dropped
+
+
+def _read_agent(folder: Path) -> Sequence[Sample]:
+    manifest, samples = read_evaluation(folder)
+    if (method := manifest.get("method")) != "agent":
+        fix = "evaluate with --method agent, or train on those rows with their prompts yourself"
+        raise DataError(explain(str(folder), f"method {method}", "dialogues of an agent", fix))
+    return samples
+
+
+def _reason(sample: Sample, options: DemonstrationOptions) -> str:
+    """Return why a dialogue is no demonstration; empty if it is one."""
+    score = getattr(sample, options.measure)
+    if sample.status != Status.ANSWERED:
+        return "not answered"
+    if score is None or not score >= options.min_score:
+        return f"{options.measure} below {options.min_score:g}"
+    if sample.truncated_turns or sample.invalid_actions:
+        return "a turn without a valid action"
+    origins = [origin for origin, _ in sample.dialogue[1:]]
+    return "" if ORIGINS.issuperset(origins) and "policy" in origins else "other parts"
+
+
+def choose(row: Row, samples: Sequence[Sample], options: DemonstrationOptions) -> Sequence[Sample]:
+    """Choose at random, by seed and question, at most `per_question` of its right dialogues."""
+    order = random.Random(f"{options.seed}/{row.data_source}/{question_of(row)}")
+    return order.sample(samples, min(options.per_question, len(samples)))
+
+
+def demonstration(row: Row, sample: Sample) -> dict[str, Any]:
+    """Return a line of the file that `verl.trainer.sft` reads."""
+    segments = [{"origin": origin, "text": text} for origin, text in sample.dialogue[1:]]
+    return {"prompt": row.prompt, "segments": segments}
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row.data_source, question_of(row)
+
+
+def table(rows: Sequence[Row], kept: Sequence[Sequence[Sample]]) -> str:
+    """Format by set: questions, those with a demonstration, demonstrations and their searches."""
+    heads = ["set", "questions", "with one", "demonstrations", "searches in them"]
+    lines = []
+    for name, numbers in by_set([row.data_source for row in rows]).items():
+        chosen = [sample for number in numbers for sample in kept[number]]
+        searches = Counter(len(sample.searches) for sample in chosen)
+        shown = ", ".join(f"{count} × {number}" for number, count in sorted(searches.items()))
+        counts = [len(numbers), sum(bool(kept[number]) for number in numbers), len(chosen)]
+        lines.append([name, *map(str, counts), shown])
+    return markdown_table(heads, lines)
