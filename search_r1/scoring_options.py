@@ -18,6 +18,8 @@ SCORES: Mapping[str, str] = {
     "search_penalty": "em_cost",
     "invalid_format": "em_cost",
     "penalise_correct_only": "em_cost",
+    "no_search": "f1",
+    "no_answer": "f1",
 }
 """The reward that uses each partial score."""
 AT_MOST_ONE, AT_MOST_1000, POSITIVE = Bounds(le=1), Bounds(le=1000), Bounds(gt=0)
@@ -29,6 +31,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "correct_answer": AT_MOST_1000,
     "search_penalty": AT_MOST_1000,
     "invalid_format": AT_MOST_1000,
+    "no_search": AT_MOST_1000,
+    "no_answer": AT_MOST_1000,
     "timeout": POSITIVE,
     "max_concurrency": POSITIVE,
     "max_tokens": POSITIVE,

@@ -32,6 +32,7 @@ def test_scores_are_read_by_name() -> None:
     ("given", "words"),
     [
         ({"search_penalty": 0.1}, "scores.search_penalty: got 0.1, .* reward em_cost"),
+        ({"no_answer": 0.1}, "scores.no_answer: got 0.1, .* reward f1"),
         ({"format": 0.1}, "scores.format: .*did you mean format_score"),
         ({"format_score": "x"}, "scores.format_score: got 'x'"),
         ({"format_score": True}, "scores.format_score: got True"),

@@ -47,9 +47,18 @@ def compare_answer(dialogue: RewardInput) -> dict[str, float]:
 
 
 def score_f1(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
-    """Score the token F1 of the answer; ``scores`` is not used."""
+    """Score the token F1 of the answer, minus costs for what the dialogue lacks.
+
+    A dialogue without a search costs ``no_search``, one without an answer ``no_answer``: F1 alone
+    can teach a policy to avoid answers (Xu et al. 2026, arXiv 2602.19526).
+    """
     components = compare_answer(dialogue)
-    return RewardOutput(components["f1"], components)
+    cost = scores.no_search * (not dialogue.num_searches) + scores.no_answer * (
+        dialogue.answer is None
+    )
+    if scores.no_search or scores.no_answer:
+        components["action_cost"] = cost
+    return RewardOutput(components["f1"] - cost, components)
 
 
 def score_cover_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:

@@ -95,6 +95,10 @@ class OwnRewardError(ValueError):
     """A user-defined reward function raised an exception or returned no valid score."""
 
 
+COSTS = frozenset({"search_penalty", "invalid_format", "no_search", "no_answer"})
+"""The amounts of `RewardScores` that are subtracted."""
+
+
 @dataclass(frozen=True)
 class RewardScores:
     """Amounts of the partial scores and costs; the rewards' docstrings say which they use.
@@ -119,12 +123,16 @@ class RewardScores:
     """Cost of each turn without an action, in ``em_cost``."""
     penalise_correct_only: bool = False
     """Subtract the costs of ``em_cost`` from correct answers only."""
+    no_search: float = 0.0
+    """Cost of a dialogue without a search, in ``f1``."""
+    no_answer: float = 0.0
+    """Cost of a dialogue without an answer, in ``f1``."""
 
     def __post_init__(self) -> None:
         """Refuse scores that would invert a reward."""
         for name, amount in asdict(self).items():
             if not 0 <= amount < math.inf:
-                is_cost = name in ("search_penalty", "invalid_format")
+                is_cost = name in COSTS
                 is_signed = is_cost and -math.inf < amount < 0
                 meaning = "the size of a cost, which is subtracted" if is_cost else "a score"
                 raise ValueError(

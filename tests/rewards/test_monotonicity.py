@@ -106,10 +106,10 @@ def assert_monotone(reward: RewardFn, case: Case, pays_first_search: bool) -> No
 def test_no_reward_inverts(name: str, case: Case, data: st.DataObject) -> None:
     """A right answer, fewer searches and a valid format never score less, all else being equal.
 
-    R1-Searcher's first stage rewards the first search, but no further ones.
+    R1-Searcher's first stage and F1's `no_search` reward the first search, but no further ones.
     """
     reward = data.draw(accepted_rewards(name))
-    assert_monotone(reward, case, pays_first_search=name in ("r1_searcher_stage_1", "sum"))
+    assert_monotone(reward, case, pays_first_search=name in ("r1_searcher_stage_1", "f1", "sum"))
 
 
 @pytest.mark.parametrize("verdict", ["0.3", "7", "nan"])

@@ -91,6 +91,36 @@ def test_a_wrong_key_of_a_preset_is_refused_like_an_argument(
         cli.compose(preset(tmp_path, text, *REQUIRED))
 
 
+TEACHER = "actor_rollout_ref.actor.teacher={url: 'http://h:1', served_model: x}"
+PUBLISHED = {
+    "search_r1_pp": ("reinforce", {}, True, ("f1", {"no_search": 0.1, "no_answer": 0.1})),
+    "dgpo": ("gae", {"teacher": 0.1}, False, ("em", {})),
+    "search_e1": ("grpo", {"sibling": 0.1}, False, ("em", {})),
+    "stable": ("grpo", {"llds": 0.1}, False, ("em", {})),
+}
+"""Estimator, terms, closed thinking and reward of the published recipes."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes_are_presets(name: str) -> None:
+    """Each names its source, and an argument overrides it; only `dgpo` needs a teacher."""
+    assert "arXiv 2" in (PRESETS / f"{name}.yaml").read_text().split("\n\n")[0]
+    line = ["--config-name", name, *REQUIRED]
+    needed = [TEACHER] if name == "dgpo" else []
+    if needed:
+        with pytest.raises(ConfigError, match=r"actor\.teacher"):
+            cli.compose(line)
+    config = cli.compose([*line, *needed])
+    algorithm, reward = config.algorithm, config.reward_model
+    assert PUBLISHED[name] == (
+        algorithm.adv_estimator, config.actor_rollout_ref.actor.terms, algorithm.no_think_rl,
+        (reward.name, reward.scores),
+    )  # fmt: skip
+    assert (config.trainer.guard.action == "stop") == (name == "stable")
+    changed = cli.compose([*line, *needed, "algorithm.gamma=0.5", "reward_model.name=f1"])
+    assert (changed.algorithm.gamma, changed.reward_model.name) == (0.5, "f1")
+
+
 HARDWARE = sorted(path.stem for path in (PRESETS / "hardware").glob("*.yaml"))
 
 
