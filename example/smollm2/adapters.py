@@ -135,8 +135,9 @@ def main() -> None:
         second = Factors.read(options.out / "rl" / "adapter")
         both = combine(adapters["sft"], second)
         adapters["rl"] = truncate(both, largest_rank(both, torch.bfloat16))
-    if (options.out / "continued").exists():  # trained on the first one, not beside it
-        adapters["continued"] = Factors.read(options.out / "continued" / "adapter")
+    for name in ("continued", "sampled"):  # trained on the first one, not beside it
+        if (options.out / name).exists():
+            adapters[name] = Factors.read(options.out / name / "adapter")
     for name, adapter in adapters.items():
         write(adapter, options.out / "adapters" / name, options.base, dialogue, torch.bfloat16)
 

@@ -34,12 +34,13 @@ fi
 # rank sft_rank to train on, or none; sft_save_freq: steps between checkpoints of the cold start, from
 # which it continues (0: none); sft_rank + rl_rank: an adapter above 12 MB is cut; rl_reward: a name in
 # docs/guides/rewards.md; rl_options: options of GRPO after those of the stage rl, A=B;C=D;
-# continued_steps: updates of the stage continued; eval_rows: null for all 757.
+# continued_steps, sampled_steps: updates of these stages; sampled_n: dialogues of a question;
+# eval_rows: null for all 757.
 declare -A s=(
   [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
   [max_obs_length]=560 [select_rows]=300 [max_tokens]=1648 [plain_share]=1 [sft_start]=none [sft_save_freq]=0 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
   [rl_steps]=80 [rl_prompts]=6 [rl_group]=16 [rl_lr]=2e-4 [rl_rank]=18 [rl_reward]=em
-  [rl_options]=none [continued_steps]=30
+  [rl_options]=none [continued_steps]=30 [sampled_steps]=30 [sampled_n]=4
   [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
   [model]=models/SmolLM2-135M-Instruct
 )
@@ -71,11 +72,11 @@ while (($#)); do
     *) die "got $1, expected --stage NAME... or --set KEY=VALUE..." ;;
   esac
 done
-known=(data dialogues audit sft rl adapters evaluate continued ship)
+known=(data dialogues audit sft rl adapters evaluate continued sampled ship)
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
-# Only by name: continued, another arm, and ship, which changes the repository.
+# Only by name: continued and sampled, other arms, and ship, which changes the repository.
 ((${#stages[@]})) || stages=("${known[@]:0:7}")
 
 # Settings that affected existing results cannot change: sft_* and so on once their folder exists.
@@ -90,7 +91,7 @@ for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.ne
 if [[ -f $out/settings ]]; then
   while IFS= read -r pair; do # a value may have spaces and brackets
     folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; \
-      continued_*) echo continued ;; eval_*) echo evaluation ;; esac)
+      continued_*) echo continued ;; sampled_*) echo sampled ;; eval_*) echo evaluation ;; esac)
     [[ ! -d $folder ]] || die "$out: got $pair, expected \
 $(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
   done < <(comm -23 "$out/settings.new" "$out/settings")
@@ -144,13 +145,13 @@ stage_audit() {
     --corpus-path "$out/data/corpus.jsonl" --topk "${s[topk]}" --local-dir "$out/data/audited"
 }
 
-# imitate NAME STEPS SEED OPTION...: supervised training on the dialogues.
+# imitate NAME STEPS SEED FILE OPTION...: supervised training on the dialogues of a file.
 imitate() {
-  "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/dialogues.jsonl" \
+  "$PYTHON" -m verl.trainer.sft model_path="$base" train_file="$out/data/$4.jsonl" \
     output_dir="$out/$1" steps="$2" batch_size="${s[sft_batch_size]}" \
     lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
     max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \
-    device="$DEVICE" seed="$3" save_freq="${s[sft_save_freq]}" save_dtype=float32 "${@:4}"
+    device="$DEVICE" seed="$3" save_freq="${s[sft_save_freq]}" save_dtype=float32 "${@:5}"
 }
 
 # A start of the repository's has scale 1.
@@ -159,15 +160,36 @@ stage_sft() {
   if [[ ${s[sft_start]} != none ]]; then
     start=(lora_alpha="${s[sft_rank]}" adapter_path="${s[sft_start]}")
   fi
-  imitate sft "${s[sft_steps]}" "$SEED" "${start[@]}"
+  imitate sft "${s[sft_steps]}" "$SEED" dialogues "${start[@]}"
 }
 
-# Instead of GRPO: more of the cold start, with the dialogues in another order.
-stage_continued() {
+# further NAME STEPS FILE: more supervised training of the cold start's adapter, in another order.
+further() {
   local alpha=$((2 * s[sft_rank]))
   [[ ${s[sft_start]} == none ]] || alpha=${s[sft_rank]}
-  imitate continued "${s[continued_steps]}" $((SEED + 1)) lora_alpha="$alpha" \
-    adapter_path="$out/sft/adapter"
+  imitate "$1" "$2" $((SEED + 1)) "$3" lora_alpha="$alpha" adapter_path="$out/sft/adapter"
+}
+
+# Instead of GRPO: more of the cold start.
+stage_continued() { further continued "${s[continued_steps]}" dialogues; }
+
+# Instead of GRPO: rejection sampling. The cold start reads the questions of GRPO, sampled_n times each;
+# one right dialogue of each is imitated.
+stage_sampled() {
+  local rows=$out/data/readable.parquet
+  serve bm25
+  "$PYTHON" -c 'import sys; from pyarrow import parquet as p
+p.write_table(p.read_table(sys.argv[1], filters=[("evidence", "=", "topk")]), sys.argv[2])' \
+    "$out/data/audited/train.parquet" "$rows"
+  "$PYTHON" -m search_r1.evaluate run --model "$out/sft" --data "$rows" --out "$out/evaluation/sampled" \
+    --agent example/smollm2/reading.py:reading --retriever-url "$url" --max-turns 0 \
+    --template "${s[template]}" --topk "${s[topk]}" --n "${s[sampled_n]}" --temperature 1 \
+    --max-start-length "${s[max_start_length]}" \
+    --max-prompt-length "$max_prompt" --max-response-length "${s[max_response_length]}" \
+    --max-obs-length "${s[max_obs_length]}" --seed "$SEED" --device "$DEVICE" --concurrency 64
+  "$PYTHON" -m search_r1.cli data demonstrations "$rows" --evaluations "$out/evaluation/sampled" \
+    --out "$out/data/sampled.jsonl" --seed "$SEED"
+  further sampled "${s[sampled_steps]}" sampled
 }
 
 # Trains a second adapter on the merged first one, in reading alone: what paid
@@ -230,7 +252,9 @@ stage_evaluate() {
   local bm25 random name pair best=sft names=(before sft) folders=() table=$out/table.md
   local pairs=(before:sft rag:sft)
   [[ ! -d $out/rl && ! -f $out/done/rl ]] || best=rl names+=(rl) pairs=(before:sft sft:rl before:rl rag:rl)
-  [[ ! -d $out/adapters/continued ]] || names+=(continued) pairs+=("continued:$best")
+  for name in continued sampled; do
+    [[ ! -d $out/adapters/$name ]] || names+=("$name") pairs+=("$name:$best")
+  done
   serve bm25; bm25=$url
   serve random; random=$url
   for name in "${names[@]:1}"; do

@@ -16,6 +16,7 @@ import pytest
 
 from example.smollm2.ship import ship
 from example.tiny import tiny_model
+from search_r1.datasets.command import DemonstrationOptions
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.options import parse
 from tests.example.smollm2_world import QUESTIONS, write_data
@@ -105,8 +106,18 @@ def test_the_arms_of_the_comparison(recipe: Recipe) -> None:
     more = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
     assert (more.steps, more.seed, more.lora_rank, more.lora_alpha) == (7, 1, 18, 36)
     assert Path(str(more.adapter_path)) == recipe.out / "sft" / "adapter"
-    options = "agent.name=dialogue;max_turns=2;data.filter={evidence: [topk, unknown]}"
     recipe.run("--stage", "data")
+    calls, _ = recipe.run("--stage", "sampled", "--set", "sampled_steps=5", "sampled_n=3")
+    (asked,) = arguments_of(calls, "search_r1.evaluate")
+    sampled = parse(EvaluationOptions, asked[1:], prog="evaluate", description=None)
+    assert (sampled.n, sampled.temperature, sampled.max_turns) == (3, 1.0, 0)
+    assert sampled.data == (str(recipe.out / "data" / "readable.parquet"),)
+    (made,) = arguments_of(calls, "search_r1.cli")
+    kept = parse(DemonstrationOptions, made[2:], prog="data", description=None)
+    imitated = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
+    assert kept.evaluations == (Path(sampled.out),)
+    assert (imitated.train_file, imitated.steps) == (str(kept.out), 5)
+    options = "agent.name=dialogue;max_turns=2;data.filter={evidence: [topk, unknown]}"
     calls, _ = recipe.run("--stage", "rl", "--set", f"rl_options={options}")
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert (config.agent.name, config.max_turns) == ("dialogue", 2)
