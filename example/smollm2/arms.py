@@ -1,0 +1,116 @@
+"""Scores of all arms by question, their table and picture: `python -m example.smollm2.arms CSV`.
+
+The file has a line for each question and, for each arm, the columns `em_ARM`, `f1_ARM`,
+`searches_ARM` and `shown_ARM` (an accepted answer stood in the documents). `--add ARM=EVALUATION`
+adds the columns of a finished evaluation of the same questions; `--picture` draws EM with its
+intervals. Intervals are percentiles of a bootstrap over questions, the same ones for every arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from search_r1.evaluation.samples import Sample
+from search_r1.evaluation.store import read_evaluation
+from search_r1.evaluation.summary import NUM_RESAMPLES, interval, resampled_sums
+from search_r1.plain import markdown_table
+from verl.errors import DataError, explain
+
+PREFIX = "em_"
+MEASURES = ("em", "f1", "searches", "shown")
+
+
+def columns_of(samples: Sequence[Sample], arm: str) -> pd.DataFrame:
+    """Return an arm's columns, by the number of the row in the question file."""
+    rows = {int(sample.uid.rpartition("#")[2]): sample for sample in samples}
+    values = {
+        row: (int(s.em), s.f1, len(s.searches), int(s.has_answer_in_documents))
+        for row, s in rows.items()
+    }
+    names = [f"{measure}_{arm}" for measure in MEASURES]
+    return pd.DataFrame.from_dict(values, orient="index", columns=names)
+
+
+def add(table: pd.DataFrame, arm: str, folder: Path) -> pd.DataFrame:
+    """Add an arm. Raises DataError if its questions are others than the table's."""
+    columns = columns_of(read_evaluation(folder)[1], arm)
+    if set(columns.index) != set(table["row"]):
+        got, expected = f"{len(columns)} rows", f"the {len(table)} rows of the file"
+        raise DataError(explain(f"{arm} ({folder})", got, expected, "evaluate the same questions"))
+    kept = table.drop(columns=[name for name in columns if name in table])
+    return kept.merge(columns, left_on="row", right_index=True)
+
+
+def means(table: pd.DataFrame, names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """Return mean, low and high end of the interval of each column, in percent."""
+    values = 100 * table[list(names)].to_numpy(float)
+    drawn = resampled_sums(values, NUM_RESAMPLES, seed=0) / len(values)
+    found = {}
+    for number, name in enumerate(names):
+        spread = interval(drawn[:, number])
+        assert spread is not None, "percentages are finite"
+        found[name] = (float(values[:, number].mean()), spread.low, spread.high)
+    return found
+
+
+def differences(table: pd.DataFrame, arms: Sequence[str]) -> str:
+    """Format EM of each arm minus that of each other, paired by question, with intervals."""
+    lines = []
+    for arm in arms:
+        pairs = pd.DataFrame({b: table[PREFIX + arm] - table[PREFIX + b] for b in arms})
+        cells = [f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" if other != arm else "–"
+                 for other, (mean, low, high) in means(pairs, arms).items()]  # fmt: skip
+        lines.append([arm, *cells])
+    return markdown_table(["EM minus that of", *arms], lines)
+
+
+def draw(table: pd.DataFrame, arms: Sequence[str], path: Path) -> None:
+    """Draw EM with its interval, an arm a line, in the order of the file."""
+    em = means(table, [PREFIX + arm for arm in arms])
+    centre, low, high = np.array(list(em.values())).T
+    figure = Figure(figsize=(7, 0.6 + 0.32 * len(arms)), layout="constrained")
+    axes = figure.subplots()
+    places = list(range(len(arms)))[::-1]
+    axes.hlines(places, low, high, lw=2)
+    axes.plot(centre, places, "o")
+    axes.set(yticks=places, yticklabels=arms, xlim=(0, None),
+             xlabel=f"exact match of {len(table)} questions, %, with 95 % intervals")  # fmt: skip
+    axes.grid(axis="x", alpha=0.3)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "arms"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Add arms, print the differences and draw; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--add", nargs="+", default=[], metavar="ARM=EVALUATION")
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args(arguments)
+    table = pd.read_csv(options.csv)
+    for each in options.add:
+        arm, _, folder = each.partition("=")
+        table = add(table, arm, Path(folder))
+    if options.add:
+        table.to_csv(options.csv, index=False, float_format="%.4g")
+    names = map(str, table.columns)
+    arms = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
+    heads = [PREFIX + arm for arm in arms]
+    lines = [[name.removeprefix(PREFIX), f"{mean:.1f} [{low:.1f}, {high:.1f}]"]
+             for name, (mean, low, high) in means(table, heads).items()]  # fmt: skip
+    sys.stdout.write(f"{markdown_table(['arm', 'EM'], lines)}\n{differences(table, arms)}")
+    if options.picture:
+        draw(table, arms, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

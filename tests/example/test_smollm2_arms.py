@@ -1,0 +1,79 @@
+"""The arms' scores by question: added from evaluations, compared, drawn."""
+
+import copy
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from example.smollm2 import arms
+from search_r1.evaluation.store import Store
+from search_r1.evaluation.summary import NUM_RESAMPLES
+from tests.evaluation.scripted import sample, search
+from tests.evaluation.test_tables import MANIFEST
+from verl.errors import DataError
+
+EM = {"A": [1, 0, 1, 1], "B": [0, 0, 1, 0]}
+
+
+def evaluation(folder: Path, ems: list[int]) -> Path:
+    """Write a finished evaluation of the rows 7, 8, …, in the order in which they ended."""
+    manifest = copy.deepcopy(MANIFEST)
+    manifest["data"]["num_rows"] = len(ems)
+    with Store(folder, manifest) as store:
+        for number, em in reversed([*enumerate(ems, 7)]):
+            searches = (search("q", has_answer=bool(em)),) * number
+            store.append(sample(f"dev.parquet#{number}", float(em), f1=1 / 3, searches=searches))
+    return folder
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A file with the arm A alone."""
+    path = tmp_path / "dev.csv"
+    pd.DataFrame({"row": range(7, 11), "data_source": "nq", "em_A": EM["A"]}).to_csv(
+        path, index=False
+    )
+    return path
+
+
+def test_an_evaluation_adds_its_columns(tmp_path: Path, table: Path) -> None:
+    """Each question's scores stand in its line; the arm can be added again."""
+    words = [str(table), "--add", f"B={evaluation(tmp_path / 'b', EM['B'])}"]
+    assert arms.main(words) == arms.main(words) == 0
+    found = pd.read_csv(table)
+    assert found["em_A"].to_list() == EM["A"] and found["em_B"].to_list() == EM["B"]
+    assert found["searches_B"].to_list() == [7, 8, 9, 10]
+    assert found["shown_B"].to_list() == EM["B"]
+    assert found["f1_B"].to_list() == [pytest.approx(1 / 3, abs=1e-4)] * 4
+    assert len(found.columns) == 7
+
+
+def test_differences_are_paired_by_question(
+    tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Means are shares, a difference has the mean and bounds of its own differences."""
+    arms.main([str(table), "--add", f"B={evaluation(tmp_path / 'b', EM['B'])}"])
+    out = capsys.readouterr().out
+    assert "| A | 75.0 [" in out and "| B | 25.0 [" in out
+    found = arms.means(pd.DataFrame({"d": [1, 0, 0, 1]}), ["d"])["d"]
+    assert found == (50.0, 0.0, 100.0)  # four questions: none or all of them can be drawn
+    assert f"| A | – | +50.0 [{found[1]:+.1f}, {found[2]:+.1f}] |" in out
+    assert NUM_RESAMPLES * 0.5**4 > 25 * 2.5, "so often that the ends are 0 and 100"
+
+
+def test_other_questions_are_refused(tmp_path: Path, table: Path) -> None:
+    """Nothing is written if a question is missing."""
+    before = table.read_bytes()
+    with pytest.raises(DataError, match="the 4 rows of the file"):
+        arms.main([str(table), "--add", f"B={evaluation(tmp_path / 'b', EM['B'][:3])}"])
+    assert table.read_bytes() == before
+
+
+def test_the_picture_has_every_arm(tmp_path: Path, table: Path) -> None:
+    """The same scores give the same bytes."""
+    pictures = [tmp_path / "1.svg", tmp_path / "2.svg"]
+    for picture in pictures:
+        arms.main([str(table), "--picture", str(picture)])
+    texts = [picture.read_text() for picture in pictures]
+    assert texts[0] == texts[1] and ">A<" in texts[0]
