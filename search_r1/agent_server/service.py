@@ -34,6 +34,7 @@ from search_r1.agent_server.streaming import (
 )
 from search_r1.bearer import has_token, read_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
+from search_r1.inference.ending import exits_at_signals
 from search_r1.inference.opening import open_session
 from search_r1.plain import configure_logging
 from search_r1.retrieval.client import RetrievalClient
@@ -235,6 +236,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
         await running
 
 
+@exits_at_signals()
 def start(options: ServingOptions) -> int:
     """Serve and return the exit code. Raises UserError or SetupError for a user's mistake."""
     configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")

@@ -25,9 +25,11 @@ from search_r1.evaluation.report import (
 )
 from search_r1.evaluation.store import REPORT
 from search_r1.evaluation.summary import compare
+from search_r1.inference.ending import exits_at_signals
 from search_r1.plain import configure_logging
 
 
+@exits_at_signals()
 def run_command(options: object) -> int:
     """Run the command for these options and print its report or table."""
     configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")

@@ -10,6 +10,7 @@ from rich.console import Console
 from search_r1.infer import QUESTION, InferOptions
 from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
+from search_r1.inference.ending import exits_at_signals
 from search_r1.inference.opening import open_session
 from search_r1.inference.terminal import Terminal
 from search_r1.plain import configure_logging, json_line
@@ -17,6 +18,7 @@ from verl.errors import ToolError
 from verl.types import Status
 
 
+@exits_at_signals()
 def answer(options: InferOptions) -> int:
     """Run the command for these options and return the exit code."""
     configure_logging(logging.WARNING, logging.BASIC_FORMAT)

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from search_r1.inference.agent_options import AgentOptions
+from search_r1.inference.ending import ending_processes
 from search_r1.inference.model_name import check_name, is_checkpoint, not_on_hub
 from search_r1.phases import phase
 from verl.agent.wording import TEMPLATE_FILE
@@ -72,11 +73,15 @@ def compute_dtype(options: AgentOptions) -> str:
 
 @contextlib.asynccontextmanager
 async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
-    """Start the rollout engine that these options name; shut it down at the end."""
-    engine = build_engine(config)
-    with phase(f"starting the engine {config.actor_rollout_ref.rollout.name}"):
-        await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.shutdown()
+    """Start the rollout engine that these options name; shut it down at the end.
+
+    Its processes end with this one, even at SIGKILL.
+    """
+    with ending_processes() as starting:
+        engine = build_engine(config)
+        with starting, phase(f"starting the engine {config.actor_rollout_ref.rollout.name}"):
+            await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.shutdown()

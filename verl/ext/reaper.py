@@ -166,12 +166,17 @@ class OrphanReaper:
         """Environment variables of the processes that belong to the attempt."""
         return {MARK: self.mark, KEEP_ENVIRONMENT: "1"}
 
-    def close(self) -> None:
-        """Kill all marked processes and end the watchdog; harmless if repeated."""
+    def unmark(self) -> None:
+        """Let further processes start without the mark; those that have it keep it."""
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        self._before = {}
+
+    def close(self) -> None:
+        """Kill all marked processes and end the watchdog; harmless if repeated."""
+        self.unmark()
         kill_marked(MARK, self.mark, CLOSE_TIMEOUT_S)
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()

@@ -16,6 +16,7 @@ from search_r1.experimental.replay.findings import Replay, as_text, replay_repor
 from search_r1.experimental.replay.playing import Edit, replay_trajectory, response_finder, turns_of
 from search_r1.experimental.replay.reading import TrajectoryRef, rollouts_of
 from search_r1.experimental.replay.weights import find_weights, nearest_version
+from search_r1.inference.ending import exits_at_signals
 from search_r1.inference.model import model_folder, running_engine
 from search_r1.plain import escape_controls, json_line
 from search_r1.scoring import build_reward_manager
@@ -31,6 +32,7 @@ from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status
 
 
+@exits_at_signals()
 def replay_all(
     options: ReplayOptions, config: Config, refs: Sequence[TrajectoryRef], edit: Edit
 ) -> int:
