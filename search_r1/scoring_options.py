@@ -9,33 +9,18 @@ from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
 from verl.bounds import Bounds
 from verl.errors import did_you_mean, explain
 
+COSTS, LACKS = ("correct_answer", "search_penalty", "invalid_format"), ("no_search", "no_answer")
+FORMATS = ("structure_format_score", "final_format_score", "retrieval_score")
 SCORES: Mapping[str, str] = {
-    "format_score": "em",
-    "structure_format_score": "em_format",
-    "final_format_score": "em_format",
-    "retrieval_score": "em_format",
-    "correct_answer": "em_cost",
-    "search_penalty": "em_cost",
-    "invalid_format": "em_cost",
-    "penalise_correct_only": "em_cost",
-    "no_search": "f1",
-    "no_answer": "f1",
-}
+    "format_score": "em", **dict.fromkeys(FORMATS, "em_format"), **dict.fromkeys(LACKS, "f1"),
+    **dict.fromkeys((*COSTS, "penalise_correct_only"), "em_cost"),
+}  # fmt: skip
 """The reward that uses each partial score."""
 AT_MOST_ONE, AT_MOST_1000, POSITIVE = Bounds(le=1), Bounds(le=1000), Bounds(gt=0)
 BOUNDS: Mapping[str, Bounds] = {
-    "format_score": AT_MOST_ONE,
-    "structure_format_score": AT_MOST_ONE,
-    "final_format_score": AT_MOST_ONE,
-    "retrieval_score": AT_MOST_ONE,
-    "correct_answer": AT_MOST_1000,
-    "search_penalty": AT_MOST_1000,
-    "invalid_format": AT_MOST_1000,
-    "no_search": AT_MOST_1000,
-    "no_answer": AT_MOST_1000,
-    "timeout": POSITIVE,
-    "max_concurrency": POSITIVE,
-    "max_tokens": POSITIVE,
+    **dict.fromkeys(("format_score", *FORMATS), AT_MOST_ONE),
+    **dict.fromkeys((*COSTS, *LACKS), AT_MOST_1000),
+    **dict.fromkeys(("timeout", "max_concurrency", "max_tokens"), POSITIVE),
 }
 """Bounds of the numbers of both mappings; `RewardScores` refuses negative ones."""
 JUDGE = ("url", "model", "api_key_env", "verdict", "prompt", "timeout", "max_concurrency",

@@ -9,51 +9,39 @@ from typing import NoReturn
 
 from verl.plugins import optional
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Sent by `kill`, batch systems and containers, and by a terminal that closes."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of `kill`, batch systems, closed terminals
 
 
 @contextlib.contextmanager
 def exits_at_signals() -> Iterator[None]:
-    """Let `SIGNALS` raise SystemExit in the body, with status 128 + number.
+    """Let the first of `SIGNALS` raise SystemExit in the body, with status 128 + number.
 
-    By default they would end Python at once, and leave the engine's processes and temporary models
-    behind. Only the first one is caught. Ignored signals stay ignored; outside of the main thread,
-    where Python cannot set handlers, nothing changes.
+    So engines and temporary models are closed. Ignored signals stay ignored; outside of the main
+    thread, where Python cannot set handlers, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) != signal.SIG_IGN}
+    with contextlib.ExitStack() as restored:
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        def leave(number: int, frame: FrameType | None) -> NoReturn:
+            restored.close()
+            raise SystemExit(128 + number)
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        restore()
-        raise SystemExit(128 + number)
-
-    for number in before:
-        signal.signal(number, leave)
-    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                restored.callback(signal.signal, number, signal.signal(number, leave))
         yield
-    finally:
-        restore()
 
 
 @contextlib.contextmanager
 def ending_processes() -> Iterator[contextlib.ExitStack]:
-    """Kill, when this process ends, what is started in the body until the stack is closed.
+    """Kill, when the body or this process ends, even by SIGKILL, what it started by then.
 
-    Whatever ends this process: the processes of an engine would outlive SIGKILL, with their memory.
-    Those that are still there at the end of the body are killed too.
+    That is, until the stack is closed: an engine's processes would outlive this one.
     """
-    with contextlib.ExitStack() as starting:
-        reaper = optional("verl.ext.reaper")
-        if reaper is None:
-            yield starting
-            return
-        with reaper.OrphanReaper() as marked:
-            starting.callback(marked.unmark)
-            yield starting
+    reaper = optional("verl.ext.reaper")
+    with contextlib.ExitStack() as ended, contextlib.ExitStack() as starting:
+        if reaper is not None:
+            starting.callback(ended.enter_context(reaper.OrphanReaper()).unmark)
+        yield starting

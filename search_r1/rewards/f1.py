@@ -47,18 +47,16 @@ def compare_answer(dialogue: RewardInput) -> dict[str, float]:
 
 
 def score_f1(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
-    """Score the token F1 of the answer, minus costs for what the dialogue lacks.
+    """Score the token F1, minus ``no_search`` without a search, ``no_answer`` without an answer.
 
-    A dialogue without a search costs ``no_search``, one without an answer ``no_answer``: F1 alone
-    can teach a policy to avoid answers (Xu et al. 2026, arXiv 2602.19526).
+    F1 alone can teach a policy to avoid answers (Xu et al. 2026, arXiv 2602.19526).
     """
     components = compare_answer(dialogue)
-    cost = scores.no_search * (not dialogue.num_searches) + scores.no_answer * (
-        dialogue.answer is None
-    )
-    if scores.no_search or scores.no_answer:
-        components["action_cost"] = cost
-    return RewardOutput(components["f1"] - cost, components)
+    if not scores.no_search and not scores.no_answer:
+        return RewardOutput(components["f1"], components)
+    cost = scores.no_search * (not dialogue.num_searches)
+    cost += scores.no_answer * (dialogue.answer is None)
+    return RewardOutput(components["f1"] - cost, {**components, "action_cost": cost})
 
 
 def score_cover_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:

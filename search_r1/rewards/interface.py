@@ -95,10 +95,6 @@ class OwnRewardError(ValueError):
     """A user-defined reward function raised an exception or returned no valid score."""
 
 
-COSTS = frozenset({"search_penalty", "invalid_format", "no_search", "no_answer"})
-"""The amounts of `RewardScores` that are subtracted."""
-
-
 @dataclass(frozen=True)
 class RewardScores:
     """Amounts of the partial scores and costs; the rewards' docstrings say which they use.
@@ -132,7 +128,7 @@ class RewardScores:
         """Refuse scores that would invert a reward."""
         for name, amount in asdict(self).items():
             if not 0 <= amount < math.inf:
-                is_cost = name in COSTS
+                is_cost = name in ("search_penalty", "invalid_format", "no_search", "no_answer")
                 is_signed = is_cost and -math.inf < amount < 0
                 meaning = "the size of a cost, which is subtracted" if is_cost else "a score"
                 raise ValueError(
