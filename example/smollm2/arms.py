@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,16 +72,16 @@ def differences(table: pd.DataFrame, arms: Sequence[str]) -> str:
     return markdown_table(["EM minus that of", *arms], lines)
 
 
-def draw(table: pd.DataFrame, arms: Sequence[str], path: Path) -> None:
-    """Draw EM with its interval, an arm a line, in the order of the file."""
-    em = means(table, [PREFIX + arm for arm in arms])
+def draw(table: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
+    """Draw EM with its interval, an arm a line; `labels` are their texts, in order."""
+    em = means(table, [PREFIX + arm for arm in labels])
     centre, low, high = np.array(list(em.values())).T
-    figure = Figure(figsize=(7, 0.6 + 0.32 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(7, 0.6 + 0.32 * len(labels)), layout="constrained")
     axes = figure.subplots()
-    places = list(range(len(arms)))[::-1]
+    places = list(range(len(labels)))[::-1]
     axes.hlines(places, low, high, lw=2)
     axes.plot(centre, places, "o")
-    axes.set(yticks=places, yticklabels=arms, xlim=(0, None),
+    axes.set(yticks=places, yticklabels=list(labels.values()), xlim=(0, None),
              xlabel=f"exact match of {len(table)} questions, %, with 95 % intervals")  # fmt: skip
     axes.grid(axis="x", alpha=0.3)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "arms"}):
@@ -94,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--add", nargs="+", default=[], metavar="ARM=EVALUATION")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument(
+        "--labels", nargs="+", metavar="ARM=TEXT", help="arms to draw; default: all"
+    )
     options = parser.parse_args(arguments)
     table = pd.read_csv(options.csv)
     for each in options.add:
@@ -108,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
              for name, (mean, low, high) in means(table, heads).items()]  # fmt: skip
     sys.stdout.write(f"{markdown_table(['arm', 'EM'], lines)}\n{differences(table, arms)}")
     if options.picture:
-        draw(table, arms, options.picture)
+        labels = dict(each.split("=", 1) for each in options.labels or [f"{a}={a}" for a in arms])
+        draw(table, labels, options.picture)
     return 0
 
 

@@ -77,3 +77,5 @@ def test_the_picture_has_every_arm(tmp_path: Path, table: Path) -> None:
         arms.main([str(table), "--picture", str(picture)])
     texts = [picture.read_text() for picture in pictures]
     assert texts[0] == texts[1] and ">A<" in texts[0]
+    arms.main([str(table), "--picture", str(pictures[0]), "--labels", "A=by reading = best"])
+    assert ">by reading = best<" in pictures[0].read_text()
