@@ -17,6 +17,7 @@ from verl.batch import ROW_STARTS, TokenBatch
 from verl.config.terms import KEY
 from verl.core_algos.policy_losses import LOG_RATIO_LIMIT
 from verl.errors import ConfigError, explain
+from verl.packing import share_prompts
 from verl.trainer.collect import Samples
 from verl.trainer.hooks import Hook
 from verl.types import Metrics
@@ -86,14 +87,22 @@ def begin_own(trainer: RayPPOTrainer, students: TokenBatch) -> Callable[[], Tens
     """Start the policy's log-probs before the updates; returns a function that waits for them."""
     own = students.tokens.get("old_log_probs")
     if own is None or trainer.config.old_log_probs == "engine":
-        return trainer.ranks.begin_forward("actor", plain(students))
+        return begin_scores(trainer, plain(students))
     return lambda: own
 
 
+def begin_scores(trainer: RayPPOTrainer, batch: TokenBatch) -> Callable[[], Tensor]:
+    """Start the policy's log-probs; what dialogues of a group begin with alike is computed once."""
+    if trainer.config.trainer.share_prompts:
+        share_prompts(batch)
+    return trainer.ranks.begin_forward("actor", batch)
+
+
 def plain(batch: TokenBatch) -> TokenBatch:
-    """Return the columns that a forward pass reads, of dialogues that share nothing."""
+    """Return the columns that a forward pass reads, and the groups."""
     names = ("input_ids", "policy_mask", "loss_mask")
-    return TokenBatch(batch.offsets, {name: batch.tokens[name] for name in names})
+    tokens = {name: batch.tokens[name] for name in names}
+    return TokenBatch(batch.offsets, tokens, columns={"group": batch.columns["group"]})
 
 
 def targets(batch: TokenBatch) -> Tensor:

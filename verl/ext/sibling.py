@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from verl.batch import TokenBatch
-from verl.ext.distillation import DistillationTerm, begin_own, plain, targets
+from verl.ext.distillation import DistillationTerm, begin_own, begin_scores, plain, targets
 from verl.model_files import num_positions
 from verl.remote_code import trusts_remote_code
 from verl.trainer.collect import Samples
@@ -47,7 +47,7 @@ class SiblingTeacher(DistillationTerm):
         students, guided = batch.select(chosen), with_contexts(batch, pairs)
         own, mask = begin_own(trainer, students)(), targets(students)
         theirs = torch.zeros_like(own)
-        scores = trainer.ranks.begin_forward("actor", guided)()
+        scores = begin_scores(trainer, guided)()
         theirs[mask] = scores[guided.tokens["loss_mask"]]
         self.subtract(batch, chosen, own, theirs, mask)
 
@@ -82,7 +82,7 @@ def with_contexts(batch: TokenBatch, pairs: Sequence[tuple[int, int]]) -> TokenB
     for context in both.spans(range(0, len(both), 2)):
         target[context] = False
     columns = {"input_ids": both.tokens["input_ids"], "policy_mask": target, "loss_mask": target}
-    return TokenBatch(both.offsets[::2], columns)
+    return TokenBatch(both.offsets[::2], columns, columns={"group": both.columns["group"][::2]})
 
 
 def hook(parts: Parts) -> SiblingTeacher | None:

@@ -23,7 +23,7 @@ from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from verl.errors import ConfigError
 from verl.ext.distillation import log_ratio
 from verl.ext.sibling import SiblingTeacher, teachers
-from verl.packing import PREFIXES, common_prefixes
+from verl.packing import PREFIXES, common_prefixes, saved_token_share
 from verl.rewards.interface import Reward
 from verl.trainer.collect import Samples
 
@@ -64,9 +64,11 @@ def trainer_of(batch: TokenBatch, groups: Outcomes, old: str) -> Any:
     """Return what a hook sees of a trainer whose rank is a tiny actor."""
     actor, config = make_actor(), Config()
     config.actor_rollout_ref.actor.old_log_probs = old
+    config.trainer.share_prompts = PREFIXES in batch.columns
 
     def begin_forward(role: str, batch: TokenBatch) -> Callable[[], Tensor]:
         assert role == "actor"
+        assert (saved_token_share(batch) > 0.2) == config.trainer.share_prompts
         return lambda: actor.log_probs(batch)
 
     timings = SimpleNamespace(phase=lambda name: nullcontext())
@@ -80,7 +82,7 @@ def trainer_of(batch: TokenBatch, groups: Outcomes, old: str) -> Any:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_advantages_equal_plain_transformers_on_both_dialogues(old: str, is_shared: bool) -> None:
     """The teacher reads the sibling and then the dialogue; all other advantages stay."""
-    batch = make_groups([(7, [5, 3, 12]), (9, [3, 8]), (4, [6, 2])])
+    batch = make_groups([(30, [5, 3, 12]), (9, [3, 8]), (4, [6, 2])])
     tokens = batch.tokens
     tokens["loss_mask"] = tokens["response_mask"]  # also without state masking
     if is_shared:
