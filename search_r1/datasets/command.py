@@ -176,7 +176,7 @@ class DemonstrationOptions:
     """file to write, the train_file of `verl.trainer.sft`"""
     measure: Literal["em", "f1", "cover_em", "judge"] = "em"
     """measure that decides"""
-    min_score: Annotated[float, Bounds(0, 1)] = 1.0
+    min_score: Annotated[float, Bounds(le=1)] = 1.0
     """lowest value of it"""
     per_question: Annotated[int, Bounds(1)] = 1
     """most dialogues of a question"""

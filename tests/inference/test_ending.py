@@ -23,8 +23,11 @@ from verl.ext.reaper import MARK
 from verl.types import Completion, Sampling
 
 DRIVER = """
-import asyncio, subprocess, sys, tempfile
-from search_r1.inference.ending import ending_processes, exits_at_signals
+import asyncio, signal, subprocess, sys, tempfile
+from search_r1.inference.ending import SIGNALS, ending_processes, exits_at_signals
+
+for number in SIGNALS:  # nohup ignores one of them
+    signal.signal(number, signal.SIG_DFL)
 
 def start(**how):
     return subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, **how).pid
@@ -33,8 +36,9 @@ async def serve():
     with ending_processes() as starting:
         with starting:
             engine = start(start_new_session=True)
-        print(engine, start(), flush=True)  # the second one is not the engine's
+        own = start()  # not the engine's
         try:
+            print(engine, own, flush=True)
             await asyncio.sleep(600)
         finally:
             await asyncio.sleep(0)
