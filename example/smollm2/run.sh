@@ -91,7 +91,7 @@ for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.ne
 if [[ -f $out/settings ]]; then
   while IFS= read -r pair; do # a value may have spaces and brackets
     folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; \
-      continued_*) echo continued ;; sampled_*) echo sampled ;; eval_*) echo evaluation ;; esac)
+      continued_*) echo continued ;; sampled_*) echo sampling ;; eval_*) echo evaluation ;; esac)
     [[ ! -d $folder ]] || die "$out: got $pair, expected \
 $(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
   done < <(comm -23 "$out/settings.new" "$out/settings")
@@ -103,6 +103,8 @@ base=${s[model]} dev=$out/data/dev.parquet
 turn=$((s[max_response_length] + s[max_obs_length]))
 max_prompt=$((s[max_start_length] + s[max_turns] * turn))
 talk=(--template "${s[template]}" --max-turns "${s[max_turns]}" --topk "${s[topk]}")
+lengths=(--max-start-length "${s[max_start_length]}" --max-prompt-length "$max_prompt" \
+  --max-response-length "${s[max_response_length]}" --max-obs-length "${s[max_obs_length]}")
 servers=()
 trap '((${#servers[@]} == 0)) || kill "${servers[@]}" 2>/dev/null || true' EXIT
 
@@ -174,20 +176,18 @@ further() {
 stage_continued() { further continued "${s[continued_steps]}" dialogues; }
 
 # Instead of GRPO: rejection sampling. The cold start reads the questions of GRPO, sampled_n times each;
-# one right dialogue of each is imitated.
+# one right dialogue of each is imitated. (evaluation/sampled is the evaluation of what comes out.)
 stage_sampled() {
   local rows=$out/data/readable.parquet
   serve bm25
   "$PYTHON" -c 'import sys; from pyarrow import parquet as p
 p.write_table(p.read_table(sys.argv[1], filters=[("evidence", "=", "topk")]), sys.argv[2])' \
     "$out/data/audited/train.parquet" "$rows"
-  "$PYTHON" -m search_r1.evaluate run --model "$out/sft" --data "$rows" --out "$out/evaluation/sampled" \
+  "$PYTHON" -m search_r1.evaluate run --model "$out/sft" --data "$rows" --out "$out/sampling" \
     --agent example/smollm2/reading.py:reading --retriever-url "$url" --max-turns 0 \
     --template "${s[template]}" --topk "${s[topk]}" --n "${s[sampled_n]}" --temperature 1 \
-    --max-start-length "${s[max_start_length]}" \
-    --max-prompt-length "$max_prompt" --max-response-length "${s[max_response_length]}" \
-    --max-obs-length "${s[max_obs_length]}" --seed "$SEED" --device "$DEVICE" --concurrency 64
-  "$PYTHON" -m search_r1.cli data demonstrations "$rows" --evaluations "$out/evaluation/sampled" \
+    "${lengths[@]}" --seed "$SEED" --device "$DEVICE" --concurrency 64
+  "$PYTHON" -m search_r1.cli data demonstrations "$rows" --evaluations "$out/sampling" \
     --out "$out/data/sampled.jsonl" --seed "$SEED"
   further sampled "${s[sampled_steps]}" sampled
 }
@@ -230,9 +230,7 @@ stage_rl() {
 
 # Without the stage rl, the later stages know the adapter sft alone.
 stage_adapters() {
-  "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}" \
-    --max-start-length "${s[max_start_length]}" --max-prompt-length "$max_prompt" \
-    --max-response-length "${s[max_response_length]}" --max-obs-length "${s[max_obs_length]}"
+  "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}" "${lengths[@]}"
 }
 
 # evaluate NAME URL METHOD [ADAPTER [DATA]]. The base never learned the tags, so its untagged replies count.

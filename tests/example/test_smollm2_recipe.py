@@ -117,6 +117,13 @@ def test_the_arms_of_the_comparison(recipe: Recipe) -> None:
     imitated = parse_sft(arguments_of(calls, "verl.trainer.sft")[0])
     assert kept.evaluations == (Path(sampled.out),)
     assert (imitated.train_file, imitated.steps) == (str(kept.out), 5)
+    for name in ("continued", "sampled"):
+        (recipe.out / "adapters" / name).mkdir(parents=True)
+    calls, _ = recipe.run("--stage", "evaluate", "--set", "sampled_steps=5", "sampled_n=3")
+    runs = [call for call in arguments_of(calls, "search_r1.evaluate") if call[0] == "run"]
+    folders = [call[call.index("--out") + 1] for call in runs]
+    assert {str(recipe.out / "evaluation" / name) for name in ("continued", "sampled")} < {*folders}
+    assert len({*folders, sampled.out}) == len(folders) + 1, "an evaluation in another's folder"
     options = "agent.name=dialogue;max_turns=2;data.filter={evidence: [topk, unknown]}"
     calls, _ = recipe.run("--stage", "rl", "--set", f"rl_options={options}")
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
