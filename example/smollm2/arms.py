@@ -30,19 +30,16 @@ MEASURES = ("em", "f1", "searches", "shown")
 
 def columns_of(samples: Sequence[Sample], arm: str) -> pd.DataFrame:
     """Return an arm's columns, by the number of the row in the question file."""
-    rows = {int(sample.uid.rpartition("#")[2]): sample for sample in samples}
-    values = {
-        row: (int(s.em), s.f1, len(s.searches), int(s.has_answer_in_documents))
-        for row, s in rows.items()
-    }
+    rows = [int(sample.uid.rpartition("#")[2]) for sample in samples]
+    values = [(int(s.em), s.f1, len(s.searches), int(s.has_answer_in_documents)) for s in samples]
     names = [f"{measure}_{arm}" for measure in MEASURES]
-    return pd.DataFrame.from_dict(values, orient="index", columns=names)
+    return pd.DataFrame(values, index=rows, columns=names)
 
 
 def add(table: pd.DataFrame, arm: str, folder: Path) -> pd.DataFrame:
     """Add an arm. Raises DataError if its questions are others than the table's."""
     columns = columns_of(read_evaluation(folder)[1], arm)
-    if set(columns.index) != set(table["row"]):
+    if sorted(columns.index) != sorted(table["row"]):
         got, expected = f"{len(columns)} rows", f"the {len(table)} rows of the file"
         raise DataError(explain(f"{arm} ({folder})", got, expected, "evaluate the same questions"))
     kept = table.drop(columns=[name for name in columns if name in table])
@@ -62,14 +59,14 @@ def means(table: pd.DataFrame, names: Sequence[str]) -> dict[str, tuple[float, f
 
 
 def differences(table: pd.DataFrame, arms: Sequence[str]) -> str:
-    """Format EM of each arm minus that of each other, paired by question, with intervals."""
+    """Format each arm minus each other, paired by question, with intervals, in points."""
     lines = []
     for arm in arms:
-        pairs = pd.DataFrame({b: table[PREFIX + arm] - table[PREFIX + b] for b in arms})
+        pairs = pd.DataFrame({b: table[arm] - table[b] for b in arms})
         cells = [f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" if other != arm else "–"
                  for other, (mean, low, high) in means(pairs, arms).items()]  # fmt: skip
         lines.append([arm, *cells])
-    return markdown_table(["EM minus that of", *arms], lines)
+    return markdown_table(["minus", *arms], lines)
 
 
 def draw(table: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
@@ -93,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("csv", type=Path)
     parser.add_argument("--add", nargs="+", default=[], metavar="ARM=EVALUATION")
+    parser.add_argument("--measure", choices=("em", "f1"), default="em")
+    parser.add_argument("--mean", nargs="+", default=[], metavar="NAME=ARM,ARM",
+                        help="also compare the mean of several arms")  # fmt: skip
     parser.add_argument("--picture", type=Path)
     parser.add_argument(
         "--labels", nargs="+", metavar="ARM=TEXT", help="arms to draw; default: all"
@@ -104,12 +104,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = add(table, arm, Path(folder))
     if options.add:
         table.to_csv(options.csv, index=False, float_format="%.4g")
-    names = map(str, table.columns)
-    arms = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
-    heads = [PREFIX + arm for arm in arms]
-    lines = [[name.removeprefix(PREFIX), f"{mean:.1f} [{low:.1f}, {high:.1f}]"]
-             for name, (mean, low, high) in means(table, heads).items()]  # fmt: skip
-    sys.stdout.write(f"{markdown_table(['arm', 'EM'], lines)}\n{differences(table, arms)}")
+    prefix = f"{options.measure}_"
+    names = [str(name) for name in table if str(name).startswith(prefix)]
+    scores = table[names].rename(columns=lambda name: name.removeprefix(prefix))
+    arms = list(scores)
+    one, every = 100 * (scores == 1).any(axis=1).mean(), 100 * (scores == 1).all(axis=1).mean()
+    for each in options.mean:
+        name, _, members = each.partition("=")
+        scores[name] = scores[members.split(",")].mean(axis=1)
+    compared = [str(name) for name in scores]
+    lines = [[name, f"{mean:.1f} [{low:.1f}, {high:.1f}]"]
+             for name, (mean, low, high) in means(scores, compared).items()]  # fmt: skip
+    head = markdown_table(["arm", options.measure], lines)
+    sys.stdout.write(f"{head}\n{differences(scores, compared)}\n")
+    sys.stdout.write(f"right by one arm: {one:.1f} %, by all: {every:.1f} %\n")
     if options.picture:
         labels = dict(each.split("=", 1) for each in options.labels or [f"{a}={a}" for a in arms])
         draw(table, labels, options.picture)

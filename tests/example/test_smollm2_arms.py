@@ -16,14 +16,16 @@ from verl.errors import DataError
 EM = {"A": [1, 0, 1, 1], "B": [0, 0, 1, 0]}
 
 
-def evaluation(folder: Path, ems: list[int]) -> Path:
+def evaluation(folder: Path, ems: list[int], n: int = 1) -> Path:
     """Write a finished evaluation of the rows 7, 8, …, in the order in which they ended."""
     manifest = copy.deepcopy(MANIFEST)
-    manifest["data"]["num_rows"] = len(ems)
+    manifest["data"]["num_rows"], manifest["decoding"]["n"] = len(ems), n
     with Store(folder, manifest) as store:
         for number, em in reversed([*enumerate(ems, 7)]):
             searches = (search("q", has_answer=bool(em)),) * number
-            store.append(sample(f"dev.parquet#{number}", float(em), f1=1 / 3, searches=searches))
+            for again in range(n):
+                store.append(sample(f"dev.parquet#{number}", float(em), f1=1 / 3, number=again,
+                                    searches=searches))  # fmt: skip
     return folder
 
 
@@ -62,11 +64,26 @@ def test_differences_are_paired_by_question(
     assert NUM_RESAMPLES * 0.5**4 > 25 * 2.5, "so often that the ends are 0 and 100"
 
 
+def test_the_mean_of_arms_is_compared_too(
+    tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By question; the file keeps the arms alone."""
+    words = [str(table), "--add", f"B={evaluation(tmp_path / 'b', EM['B'])}", "--mean", "M=A,B"]
+    arms.main(words)
+    out = capsys.readouterr().out
+    assert "| M | 50.0 [" in out and "| M | -25.0 [" in out
+    assert "right by one arm: 75.0 %, by all: 25.0 %" in out
+    assert "M" not in "".join(pd.read_csv(table).columns)
+
+
 def test_other_questions_are_refused(tmp_path: Path, table: Path) -> None:
-    """Nothing is written if a question is missing."""
+    """Nothing is written if a question is missing, or was asked several times."""
     before = table.read_bytes()
     with pytest.raises(DataError, match="the 4 rows of the file"):
         arms.main([str(table), "--add", f"B={evaluation(tmp_path / 'b', EM['B'][:3])}"])
+    twice = evaluation(tmp_path / "twice", EM["B"], n=2)
+    with pytest.raises(DataError, match="got 8 rows"):
+        arms.main([str(table), "--add", f"B={twice}"])
     assert table.read_bytes() == before
 
 
