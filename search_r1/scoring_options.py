@@ -9,17 +9,17 @@ from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
 from verl.bounds import Bounds
 from verl.errors import did_you_mean, explain
 
-COSTS, LACKS = ("correct_answer", "search_penalty", "invalid_format"), ("no_search", "no_answer")
-FORMATS = ("structure_format_score", "final_format_score", "retrieval_score")
+OF_F1, OF_COST = ("no_search", "no_answer"), ("correct_answer", "search_penalty", "invalid_format")
+OF_FORMAT = ("structure_format_score", "final_format_score", "retrieval_score")
 SCORES: Mapping[str, str] = {
-    "format_score": "em", **dict.fromkeys(FORMATS, "em_format"), **dict.fromkeys(LACKS, "f1"),
-    **dict.fromkeys((*COSTS, "penalise_correct_only"), "em_cost"),
+    "format_score": "em", **dict.fromkeys(OF_FORMAT, "em_format"), **dict.fromkeys(OF_F1, "f1"),
+    **dict.fromkeys((*OF_COST, "penalise_correct_only"), "em_cost"),
 }  # fmt: skip
 """The reward that uses each partial score."""
 AT_MOST_ONE, AT_MOST_1000, POSITIVE = Bounds(le=1), Bounds(le=1000), Bounds(gt=0)
 BOUNDS: Mapping[str, Bounds] = {
-    **dict.fromkeys(("format_score", *FORMATS), AT_MOST_ONE),
-    **dict.fromkeys((*COSTS, *LACKS), AT_MOST_1000),
+    **dict.fromkeys(("format_score", *OF_FORMAT), AT_MOST_ONE),
+    **dict.fromkeys((*OF_COST, *OF_F1), AT_MOST_1000),
     **dict.fromkeys(("timeout", "max_concurrency", "max_tokens"), POSITIVE),
 }
 """Bounds of the numbers of both mappings; `RewardScores` refuses negative ones."""

@@ -45,13 +45,15 @@ def build(options: DemonstrationOptions) -> int:
         for row, samples in zip(rows, kept, strict=True)
         for sample in samples
     ]
+    left_out = f"left out: {', '.join(f'{n} {reason}' for reason, n in dropped.items()) or 'none'}"
     if not demonstrations:
         fix = "lower --min_score, or name the files that were evaluated"
-        got = f"none of these questions in them (left out: {dict(dropped)})"
+        got = f"none for these questions ({left_out})"
         raise DataError(explain("--evaluations", got, "right dialogues", fix))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(options.out, demonstrations)
-    sys.stdout.write(f"{options.out}: {len(demonstrations)} demonstrations\n\n{table(rows, kept)}")
+    count = f"{options.out}: {len(demonstrations)} demonstrations; {left_out}"
+    sys.stdout.write(f"{count}\n\n{table(rows, kept)}")
     return 0
 
 
@@ -60,19 +62,17 @@ def read_right(options: DemonstrationOptions) -> tuple[Dialogues, Counter[str]]:
 
     Raises DataError for an unfinished evaluation, or one whose prompts are not those of the rows.
     """
-    right: dict[tuple[str, str], list[Sample]] = defaultdict(list)
-    seen, dropped = set(), Counter[str]()
+    right: dict[tuple[str, str], dict[Any, Sample]] = defaultdict(dict)
+    dropped = Counter[str]()
     for folder in options.evaluations:
         for sample in _read_agent(folder):
-            reason = _reason(sample, options)
-            if not reason and (sample.question, sample.dialogue) in seen:
-                reason = "twice"
+            found = right[sample.data_source, sample.question]
+            reason = "twice" if sample.dialogue in found else _reason(sample, options)
             if reason:
                 dropped[reason] += 1
-                continue
-            seen.add((sample.question, sample.dialogue))
-            right[sample.data_source, sample.question].append(sample)
-    return right, dropped
+            else:
+                found[sample.dialogue] = sample
+    return {key: [*found.values()] for key, found in right.items()}, dropped
 
 
 def _read_agent(folder: Path) -> Sequence[Sample]:

@@ -1,4 +1,4 @@
-"""Ends a command that has an engine and temporary models in an orderly way, however it is ended."""
+"""Leaves no engine and no temporary model behind, however a command ends."""
 
 import contextlib
 import signal
@@ -36,9 +36,9 @@ def exits_at_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_processes() -> Iterator[contextlib.ExitStack]:
-    """Kill, when the body or this process ends, even by SIGKILL, what it started by then.
+    """Kill what the body starts before it closes the stack, when the body or this process ends.
 
-    That is, until the stack is closed: an engine's processes would outlive this one.
+    Even at SIGKILL: an engine's processes would outlive this one.
     """
     reaper = optional("verl.ext.reaper")
     with contextlib.ExitStack() as ended, contextlib.ExitStack() as starting:
