@@ -3,12 +3,14 @@
 The file has a line for each question and, for each arm, the columns `em_ARM`, `f1_ARM`,
 `searches_ARM` and `shown_ARM` (an accepted answer stood in the documents). `--add ARM=EVALUATION`
 adds the columns of a finished evaluation of the same questions; `--picture` draws EM with its
-intervals. Intervals are percentiles of a bootstrap over questions, the same ones for every arm.
+intervals. Intervals are percentiles of a bootstrap over questions, the same ones for every arm;
+for two means of arms (`--mean`, such as the seeds of an objective) also over questions and arms.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,6 +71,20 @@ def differences(table: pd.DataFrame, arms: Sequence[str]) -> str:
     return markdown_table(["minus", *arms], lines)
 
 
+def over_seeds(table: pd.DataFrame, arms: Sequence[str], others: Sequence[str]) -> str:
+    """Format mean of `arms` minus mean of `others`, questions and arms (seeds) drawn alike."""
+    columns = [*arms, *others]
+    drawn = resampled_sums(100 * table[columns].to_numpy(float), NUM_RESAMPLES, seed=0) / len(table)
+    random, weights = np.random.default_rng(0), []
+    for group, sign in ((arms, 1), (others, -1)):
+        counts = random.multinomial(len(group), np.full(len(group), 1 / len(group)), NUM_RESAMPLES)
+        weights.append(sign * counts / len(group))
+    spread = interval((drawn * np.hstack(weights)).sum(axis=1))
+    assert spread is not None, "percentages are finite"
+    mean = 100 * (table[list(arms)].to_numpy().mean() - table[list(others)].to_numpy().mean())
+    return f"{mean:+.1f} [{spread.low:+.1f}, {spread.high:+.1f}]"
+
+
 def draw(table: pd.DataFrame, labels: Mapping[str, str], path: Path) -> None:
     """Draw EM with its interval, an arm a line; `labels` are their texts, in order."""
     em = means(table, [PREFIX + arm for arm in labels])
@@ -109,14 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores = table[names].rename(columns=lambda name: name.removeprefix(prefix))
     arms = list(scores)
     one, every = 100 * (scores == 1).any(axis=1).mean(), 100 * (scores == 1).all(axis=1).mean()
-    for each in options.mean:
-        name, _, members = each.partition("=")
-        scores[name] = scores[members.split(",")].mean(axis=1)
+    groups = {name: members.split(",") for name, _, members in
+              (each.partition("=") for each in options.mean)}  # fmt: skip
+    for name, members in groups.items():
+        scores[name] = scores[members].mean(axis=1)
     compared = [str(name) for name in scores]
     lines = [[name, f"{mean:.1f} [{low:.1f}, {high:.1f}]"]
              for name, (mean, low, high) in means(scores, compared).items()]  # fmt: skip
     head = markdown_table(["arm", options.measure], lines)
     sys.stdout.write(f"{head}\n{differences(scores, compared)}\n")
+    for name, other in itertools.combinations(groups, 2):
+        spread = over_seeds(scores, groups[name], groups[other])
+        sys.stdout.write(f"{name} minus {other}, over questions and arms: {spread}\n")
     sys.stdout.write(f"right by one arm: {one:.1f} %, by all: {every:.1f} %\n")
     if options.picture:
         labels = dict(each.split("=", 1) for each in options.labels or [f"{a}={a}" for a in arms])

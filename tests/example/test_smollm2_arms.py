@@ -76,6 +76,23 @@ def test_the_mean_of_arms_is_compared_too(
     assert "M" not in "".join(pd.read_csv(table).columns)
 
 
+def test_seeds_are_drawn_as_questions_are() -> None:
+    """Equal questions leave the seeds alone to chance: the binomial's ends, by counting."""
+    table = pd.DataFrame({"A": [1, 1], "B": [0, 0], "C": [0, 0]})
+    assert arms.over_seeds(table, ["A", "B"], ["C"]) == "+50.0 [+0.0, +100.0]"
+    assert arms.over_seeds(table, ["C"], ["A", "B"]) == "-50.0 [-100.0, +0.0]"
+    assert arms.over_seeds(table, ["A"], ["C"]) == "+100.0 [+100.0, +100.0]"
+    assert arms.over_seeds(table.iloc[:1], ["A", "B"], ["A", "B"]) == "+0.0 [-100.0, +100.0]"
+
+
+def test_two_means_are_compared_over_their_arms(
+    table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One arm of four questions, three of them right: only the questions are drawn."""
+    arms.main([str(table), "--mean", "M=A", "N=A"])
+    assert "M minus N, over questions and arms: +0.0 [+0.0, +0.0]" in capsys.readouterr().out
+
+
 def test_other_questions_are_refused(tmp_path: Path, table: Path) -> None:
     """Nothing is written if a question is missing, or was asked several times."""
     before = table.read_bytes()
