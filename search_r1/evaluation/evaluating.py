@@ -28,7 +28,7 @@ def run_evaluation(options: EvaluationOptions) -> Summary:
     with exclusive_lock(out, "--out"):
         try:
             rows = load_rows(options.data, options.prompt_key)
-            rows = choose(rows, options.num_rows, options.seed)
+            rows = choose(rows, options.num_rows)
             facts = NO_RETRIEVER
             if METHODS[options.method].needs_documents:
                 facts = loops.run(retriever_facts(options.retriever_url))

@@ -46,13 +46,13 @@ class EvaluationOptions(AgentOptions):
     """rule by which answers are compared, as in `reward_model.normalize`; default: the model's own
     setting"""
     num_rows: Annotated[int, Bounds(1)] | None = None
-    """number of rows to evaluate, chosen by --seed; default: all"""
+    """number of rows to evaluate, chosen at random, the same with every --seed; default: all"""
     n: Annotated[int, Bounds(1, 10_000)] = 1
     """samples per question"""
     pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
     """report pass@k for these k, at most n"""
     seed: Seed = 0
-    """seed of sampling, of --num-rows and of the bootstrap"""
+    """seed of sampling and of the bootstrap"""
     judge_url: str | None = None
     """OpenAI-compatible server that also judges the answers, as http://HOST:PORT/v1"""
     judge_model: str | None = None

@@ -211,7 +211,7 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Finishe
         return evaluations
     first = evaluations[0]
     for other in evaluations[1:]:
-        changes = differences(_row_facts(first.manifest), _row_facts(other.manifest), "data")
+        changes = differences(first.manifest["data"], other.manifest["data"], "data")
         if changes:
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
             fix = "evaluate both on the same files and rows, or add --mixed"
@@ -227,13 +227,6 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Finishe
         fix = "search one corpus in all of them, or add --mixed (the table names each)"
         raise ConfigError(explain("corpus", got, "one corpus", fix))
     return evaluations
-
-
-def _row_facts(manifest: Manifest) -> dict[str, Any]:
-    """Return the facts that determine the rows, with the seed if it may have chosen them."""
-    data = manifest["data"]
-    is_choice = data.get("chosen") == data["num_rows"]  # with a larger number, all rows are used
-    return {**data, "seed": manifest["decoding"].get("seed") if is_choice else None}
 
 
 def table(

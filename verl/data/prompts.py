@@ -45,11 +45,14 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
-    """Choose `num_rows` rows by seed, in file order; all rows for None or a larger number."""
+def choose(rows: Sequence[Row], num_rows: int | None) -> list[Row]:
+    """Choose `num_rows` rows at random, in file order; all rows for None or a larger number.
+
+    They are the same whatever a run's seed is: runs of several seeds are compared on one set.
+    """
     if num_rows is None or num_rows >= len(rows):
         return list(rows)
-    chosen = np.random.default_rng(seed).permutation(len(rows))[:num_rows]
+    chosen = np.random.default_rng(0).permutation(len(rows))[:num_rows]
     return [rows[i] for i in sorted(chosen.tolist())]
 
 
@@ -139,7 +142,7 @@ def load_prompts(
     matching = columns.matching(rows)
     if columns.wanted:
         logger.info("data.filter: %d of %d rows", len(matching), len(rows))
-    rows = choose(matching, num_rows, config.trainer.seed)
+    rows = choose(matching, num_rows)
     rows = neutral_rows(rows, reserved)
     if hopeless := [row.uid for row in rows if not any(map(can_be_given, row.ground_truth))]:
         logger.warning("%d of %d rows have no answer that exact match can accept, such as %s",
