@@ -72,11 +72,11 @@ while (($#)); do
     *) die "got $1, expected --stage NAME... or --set KEY=VALUE..." ;;
   esac
 done
-known=(data dialogues audit sft rl adapters evaluate continued sampled ship)
+known=(data dialogues audit sft rl adapters evaluate continued sampled rates ship)
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
-# Only by name: continued and sampled, other arms, and ship, which changes the repository.
+# Only by name: continued and sampled, other arms, rates, before rl, and ship, which changes the repository.
 ((${#stages[@]})) || stages=("${known[@]:0:7}")
 
 # Settings that affected existing results cannot change: sft_* and so on once their folder exists.
@@ -175,21 +175,33 @@ further() {
 # Instead of GRPO: more of the cold start.
 stage_continued() { further continued "${s[continued_steps]}" dialogues; }
 
-# Instead of GRPO: rejection sampling. The cold start reads the questions of GRPO, sampled_n times each;
-# one right dialogue of each is imitated. (evaluation/sampled is the evaluation of what comes out.)
-stage_sampled() {
-  local rows=$out/data/readable.parquet
+# sample: the cold start reads the questions of GRPO, sampled_n times each. Sets `readable`.
+sample() {
+  readable=$out/data/readable.parquet
   serve bm25
   "$PYTHON" -c 'import sys; from pyarrow import parquet as p
 p.write_table(p.read_table(sys.argv[1], filters=[("evidence", "=", "topk")]), sys.argv[2])' \
-    "$out/data/audited/train.parquet" "$rows"
-  "$PYTHON" -m search_r1.evaluate run --model "$out/sft" --data "$rows" --out "$out/sampling" \
+    "$out/data/audited/train.parquet" "$readable"
+  "$PYTHON" -m search_r1.evaluate run --model "$out/sft" --data "$readable" --out "$out/sampling" \
     --agent example/smollm2/reading.py:reading --retriever-url "$url" --max-turns 0 \
     --template "${s[template]}" --topk "${s[topk]}" --n "${s[sampled_n]}" --temperature 1 \
     "${lengths[@]}" --seed "$SEED" --device "$DEVICE" --concurrency 64
-  "$PYTHON" -m search_r1.cli data demonstrations "$rows" --evaluations "$out/sampling" \
+}
+
+# Instead of GRPO: rejection sampling, one right dialogue of each question is imitated.
+# (evaluation/sampled is the evaluation of what comes out.)
+stage_sampled() {
+  sample
+  "$PYTHON" -m search_r1.cli data demonstrations "$readable" --evaluations "$out/sampling" \
     --out "$out/data/sampled.jsonl" --seed "$SEED"
   further sampled "${s[sampled_steps]}" sampled
+}
+
+# Before GRPO: after it, the stage rl trains on the questions alone that are sometimes right.
+stage_rates() {
+  sample
+  "$PYTHON" -m search_r1.cli data difficulty "$readable" --evaluations "$out/sampling" \
+    --local-dir "$out/data/rated"
 }
 
 # Trains a second adapter on the merged first one, in reading alone: what paid
@@ -199,9 +211,13 @@ p.write_table(p.read_table(sys.argv[1], filters=[("evidence", "=", "topk")]), sy
 stage_rl() {
   rm -f "$out/done/adapters" "$out/done/evaluate" # of the cold start alone
   local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy options=() A=actor_rollout_ref
+  local questions=$out/data/audited/train.parquet filter='{evidence:[topk]}'
+  if [[ -d $out/data/rated ]]; then
+    questions=$out/data/rated/readable.parquet filter='{pass_rate:{gt:0,lt:1}}'
+  fi
   [[ ${s[rl_options]} == none ]] || IFS=';' read -ra options <<<"${s[rl_options]}"
   serve bm25
-  BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/audited/train.parquet \
+  BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$questions \
     VAL_FILES=$out/data/select.parquet VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
     MAX_START_LENGTH=${s[max_start_length]} MAX_PROMPT_LENGTH=$max_prompt \
     MAX_RESPONSE_LENGTH=${s[max_response_length]} MAX_OBS_LENGTH=${s[max_obs_length]} \
@@ -214,7 +230,7 @@ stage_rl() {
     bash train_grpo.sh template="${s[template]}" reward_model.name="${s[rl_reward]}" \
     algorithm.kl_ctrl.kl_coef=0 trainer.device="$DEVICE" trainer.resume_mode=auto \
     trainer.guard.action=stop $A.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
-    agent.name=example/smollm2/reading.py:reading 'data.filter={evidence:[topk]}' \
+    agent.name=example/smollm2/reading.py:reading "data.filter=$filter" \
     algorithm.adv_estimator=dr_grpo algorithm.filter_groups.enable=true \
     $A.actor.clip_ratio_high=0.28 $A.actor.old_log_probs=engine $A.rollout.temperature=0.7 \
     'trainer.guard.limits={search_share:null,drift_drop:null,drift_crash:null,shift_bound:null}' \

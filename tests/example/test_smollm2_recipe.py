@@ -16,7 +16,7 @@ import pytest
 
 from example.smollm2.ship import ship
 from example.tiny import tiny_model
-from search_r1.datasets.command import DemonstrationOptions
+from search_r1.datasets.command import DemonstrationOptions, DifficultyOptions
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.options import parse
 from tests.example.smollm2_world import QUESTIONS, write_data
@@ -129,6 +129,23 @@ def test_the_arms_of_the_comparison(recipe: Recipe) -> None:
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert (config.agent.name, config.max_turns) == ("dialogue", 2)
     assert config.data.filter == {"evidence": ["topk", "unknown"]}
+
+
+def test_after_the_pass_rates_grpo_has_the_live_questions(recipe: Recipe) -> None:
+    """The rates are of the questions of GRPO; it then trains on those between 0 and 1."""
+    recipe.run("--stage", "data")
+    calls, _ = recipe.run("--stage", "rates", "--set", "sampled_n=3")
+    (asked,) = arguments_of(calls, "search_r1.evaluate")
+    sampled = parse(EvaluationOptions, asked[1:], prog="evaluate", description=None)
+    (made,) = arguments_of(calls, "search_r1.cli")
+    rated = parse(DifficultyOptions, made[2:], prog="data", description=None)
+    assert rated.evaluations == (Path(sampled.out),) and sampled.n == 3
+    assert tuple(map(str, rated.files)) == sampled.data
+    rated.local_dir.mkdir()
+    calls, _ = recipe.run("--stage", "rl", "--set", "sampled_n=3")
+    config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
+    assert config.data.train_files == str(rated.local_dir / "readable.parquet")
+    assert config.data.filter == {"pass_rate": {"gt": 0, "lt": 1}}
 
 
 def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
