@@ -184,6 +184,11 @@ class FinishedEvaluation:
     samples: Sequence[Sample]
 
     @property
+    def questions(self) -> set[tuple[str, str]]:
+        """The rows that were asked, with their questions."""
+        return {(sample.uid, sample.question) for sample in self.samples}
+
+    @property
     def retriever(self) -> str:
         return str(self.manifest["retriever"]["retriever"])
 
@@ -212,6 +217,8 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Finishe
     first = evaluations[0]
     for other in evaluations[1:]:
         changes = differences(first.manifest["data"], other.manifest["data"], "data")
+        if not changes and first.questions != other.questions:
+            changes = ["other rows of these files"]
         if changes:
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
             fix = "evaluate both on the same files and rows, or add --mixed"

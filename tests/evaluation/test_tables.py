@@ -30,10 +30,10 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def evaluation(folder: Path, ems: list[float], **changes: Any) -> Path:
-    """Write a finished evaluation of four questions."""
+def evaluation(folder: Path, ems: list[float], start: int = 0, **changes: Any) -> Path:
+    """Write a finished evaluation of four questions, the first of them row `start`."""
     with Store(folder, copy.deepcopy(MANIFEST) | changes) as store:
-        for i, em in enumerate(ems):
+        for i, em in enumerate(ems, start):
             row = sample(f"dev.jsonl#{i}", em, question=f"Who is {i}?", searches=(search("q"),))
             store.append(row)
     return folder
@@ -150,6 +150,15 @@ def test_another_seed_asks_the_same_questions(tmp_path: Path) -> None:
     table([evaluation(tmp_path / "a", [1] * 4), evaluation(tmp_path / "b", [1] * 4, **other)])
     table([evaluation(tmp_path / "c", [1] * 4, **some),
            evaluation(tmp_path / "d", [1] * 4, **some, **other)])  # fmt: skip
+
+
+def test_other_rows_of_the_same_files_are_refused(tmp_path: Path) -> None:
+    """As those that an earlier version chose by its seed: the manifests do not tell them apart."""
+    some = {"data": MANIFEST["data"] | {"chosen": 4}}
+    folders = [evaluation(tmp_path / str(start), [1] * 4, start, **some) for start in (0, 1)]
+    with pytest.raises(ConfigError, match="other rows"):
+        table(folders)
+    table(folders, is_mixed=True)
 
 
 def test_compare_prints_the_paired_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
