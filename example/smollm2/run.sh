@@ -76,7 +76,7 @@ known=(data dialogues audit sft rl adapters evaluate continued sampled rates shi
 for name in "${stages[@]}"; do
   [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
 done
-# Only by name: continued and sampled, other arms, rates, before rl, and ship, which changes the repository.
+# Only by name: continued and sampled (other arms), rates (before rl), ship (changes the repository).
 ((${#stages[@]})) || stages=("${known[@]:0:7}")
 
 # Settings that affected existing results cannot change: sft_* and so on once their folder exists.
@@ -91,7 +91,8 @@ for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.ne
 if [[ -f $out/settings ]]; then
   while IFS= read -r pair; do # a value may have spaces and brackets
     folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; \
-      continued_*) echo continued ;; sampled_*) echo sampling ;; eval_*) echo evaluation ;; esac)
+      continued_*) echo continued ;; sampled_n=*) echo sampling ;; sampled_*) echo sampled ;; \
+      eval_*) echo evaluation ;; esac)
     [[ ! -d $folder ]] || die "$out: got $pair, expected \
 $(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
   done < <(comm -23 "$out/settings.new" "$out/settings")
@@ -212,7 +213,7 @@ stage_rl() {
   rm -f "$out/done/adapters" "$out/done/evaluate" # of the cold start alone
   local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy options=() A=actor_rollout_ref
   local questions=$out/data/audited/train.parquet filter='{evidence:[topk]}'
-  if [[ -d $out/data/rated ]]; then
+  if [[ -f $out/done/rates ]]; then
     questions=$out/data/rated/readable.parquet filter='{pass_rate:{gt:0,lt:1}}'
   fi
   [[ ${s[rl_options]} == none ]] || IFS=';' read -ra options <<<"${s[rl_options]}"

@@ -141,11 +141,13 @@ def test_after_the_pass_rates_grpo_has_the_live_questions(recipe: Recipe) -> Non
     rated = parse(DifficultyOptions, made[2:], prog="data", description=None)
     assert rated.evaluations == (Path(sampled.out),) and sampled.n == 3
     assert tuple(map(str, rated.files)) == sampled.data
-    rated.local_dir.mkdir()
-    calls, _ = recipe.run("--stage", "rl", "--set", "sampled_n=3")
+    (recipe.out / "sampling").mkdir()
+    calls, _ = recipe.run("--stage", "rl", "--set", "sampled_n=3", "sampled_steps=9")
     config = cli.compose(arguments_of(calls, "verl.trainer.main_ppo")[0])
     assert config.data.train_files == str(rated.local_dir / "readable.parquet")
     assert config.data.filter == {"pass_rate": {"gt": 0, "lt": 1}}
+    _, output = recipe.run("--stage", "sampled", status=2)
+    assert "got sampled_n=4, expected sampled_n=3, as it began" in output
 
 
 def test_mistakes_are_errors_before_anything_runs(recipe: Recipe) -> None:
