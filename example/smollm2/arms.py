@@ -128,6 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = {name: members.split(",") for name, _, members in
               (each.partition("=") for each in options.mean)}  # fmt: skip
     for name, members in groups.items():
+        if name in arms or not {*members} <= {*arms}:
+            got, expected = (
+                f"{name}={','.join(members)}",
+                f"a new name and arms of {', '.join(arms)}",
+            )
+            parser.error(f"--mean: got {got}, expected {expected}; fix: correct the names")
         scores[name] = scores[members].mean(axis=1)
     compared = [str(name) for name in scores]
     lines = [[name, f"{mean:.1f} [{low:.1f}, {high:.1f}]"]

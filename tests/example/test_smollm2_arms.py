@@ -93,6 +93,16 @@ def test_two_means_are_compared_over_their_arms(
     assert "M minus N, over questions and arms: +0.0 [+0.0, +0.0]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mean", ["M=A,X", "A=A", "M="])
+def test_means_of_unknown_arms_are_refused(
+    mean: str, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that has the name of an arm, whose scores it would hide."""
+    with pytest.raises(SystemExit):
+        arms.main([str(table), "--mean", mean])
+    assert f"got {mean}, expected" in capsys.readouterr().err
+
+
 def test_other_questions_are_refused(tmp_path: Path, table: Path) -> None:
     """Nothing is written if a question is missing, or was asked several times."""
     before = table.read_bytes()
