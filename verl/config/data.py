@@ -21,9 +21,9 @@ class DataConfig:
     """Parquet or jsonl file with the validation rows, or a list of such files; a data set of the
     hub is OWNER/NAME:SPLIT."""
     train_data_num: int | None = option(None, resume="fixed", ge=1)
-    """Number of training rows to use, random but alike for every seed; null: all."""
+    """Number of training rows to use, random, the same for every seed; null: all."""
     val_data_num: int | None = option(None, resume="logged", ge=1)
-    """Number of validation rows to use, random but alike for every seed; null: all."""
+    """Number of validation rows to use, random, the same for every seed; null: all."""
     filter: dict[str, Any] = option(factory=dict, resume="fixed")
     """Train only on rows whose columns have these values, one of a list, or a number within bounds:
     {evidence: [topk, linked], pass_rate: {gt: 0, lt: 1}}. A column may also be a key of
