@@ -24,7 +24,7 @@ class FilterGroupsConfig:
     enable: bool = option(False, resume="logged")
     """Replace groups of equal scores by groups sampled for further prompts."""
     max_num_gen_batches: int = option(10, resume="logged", ge=1)
-    """Maximum batches of prompts sampled in one step; the step then trains on the groups it has."""
+    """Maximum prompts of one step, in batches; the step then trains on the groups it has."""
 
 
 @dataclass

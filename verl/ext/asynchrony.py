@@ -81,8 +81,8 @@ class AheadCollector(RolloutCollector):
             replay.write(directory, step, self._schedule_entries)
         return collected
 
-    def sample_batch(self, step: int, number: int) -> list[Trajectory]:
-        """Return the trajectories of the next batch, and keep others running behind it."""
+    def sample(self, step: int, first: int, num: int) -> list[Trajectory]:
+        """Return the trajectories of the next batch, all of it, and keep others running behind."""
         self._start_batches(step)
         batch = self.batches.popleft()
         self._current_batches.append(batch)
@@ -100,7 +100,7 @@ class AheadCollector(RolloutCollector):
             planned_step = step + len(self.batches)
             if self.batches and self.last_step is not None and planned_step > self.last_step:
                 return
-            rows = self.sampler.next_batch()
+            rows = self.draw(self.config.data.train_batch_size)
             last_step, first = self.last_drawn
             if planned_step > last_step:
                 self.last_drawn = planned_step, 0

@@ -65,8 +65,8 @@ class RecordedCollector(Source):
             with timings.phase("reward"):
                 samples.rewards = self.reward(samples.trajectories)
         self.sampled = samples
-        num_batches = math.ceil(len(samples.groups()) / data.train_batch_size)
-        selected, selection_metrics = select_for_training(samples, self.config, step, num_batches)
+        num_prompts = len(samples.groups())
+        selected, selection_metrics = select_for_training(samples, self.config, step, num_prompts)
         metrics = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
         for measure in self.measures:
             metrics |= measure(samples.trajectories)

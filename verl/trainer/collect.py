@@ -86,23 +86,35 @@ def live_groups(sampled: Samples, config: Config) -> list[str]:
     return [group for group in sampled.groups_with_reward_variance() if group not in wrong]
 
 
+def num_further_prompts(num_sampled: int, num_live: int, size: int) -> int:
+    """Return how many prompts, at most `size`, probably replace the groups that are not live.
+
+    As many as have the missing live groups and their square root (about a standard deviation) in
+    the mean, if as large a share of them is live as of those that were sampled.
+    """
+    missing = size - num_live
+    if num_live == 0:
+        return size
+    return min(size, math.ceil((missing + math.sqrt(missing)) * num_sampled / num_live))
+
+
 def select_for_training(
-    sampled: Samples, config: Config, step: int, num_batches: int
+    sampled: Samples, config: Config, step: int, num_prompts: int
 ) -> tuple[Samples, Metrics]:
     """Return the samples that a step trains on, and metrics of the selection.
 
     Without dynamic sampling (`algorithm.filter_groups`), these are all samples, without metrics.
     With it, these are the first `data.train_batch_size` `live_groups` or, if there is
-    none, the first groups. `num_batches` is the number of batches that were sampled.
+    none, the first groups. `num_prompts` is the number of prompts that were sampled.
     """
     if not config.algorithm.filter_groups.enable:
         return sampled, {}
     size = config.data.train_batch_size
     groups = live_groups(sampled, config)[:size]
-    metrics = {"rollout/gen_batches": float(num_batches), "rollout/kept_groups": float(len(groups))}
+    metrics = {"rollout/gen_batches": num_prompts / size, "rollout/kept_groups": float(len(groups))}
     if not groups:
-        logger.warning("step %d: no group of %d batches has a signal: their scores are equal, or "
-                       "all their answers are wrong", step, num_batches)  # fmt: skip
+        logger.warning("step %d: no group of %d prompts has a signal: their scores are equal, or "
+                       "all their answers are wrong", step, num_prompts)  # fmt: skip
         groups = sampled.groups()[:size]
     return sampled.select_groups(set(groups)), metrics
 
@@ -165,28 +177,30 @@ class RolloutCollector(Source):
     reward: RewardManager
     measures: Sequence[Measure] = ()
     sampled: Samples = field(init=False, default_factory=Samples)
+    _drawn: list[int] = field(init=False, default_factory=list)
+    """Rows that are drawn from the data but not sampled yet, in order."""
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
         """Return trajectories of `train_batch_size` prompts, and metrics of all sampled ones.
 
         With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025), groups that are not
         `live_groups` are replaced by groups of further prompts, for at most `max_num_gen_batches`
-        batches. If there is no live group, the step uses one batch of them.
+        times as many prompts. If there is no live group, the step uses one batch of them.
         """
         filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         sampled = Samples()
         trajectories: list[Trajectory] = []
-        num_batches = num_kept_groups = 0
-        while num_batches == 0 or (
-            filters.enable and num_kept_groups < size and num_batches < filters.max_num_gen_batches
-        ):
+        num_prompts = num_live = 0
+        max_prompts = size * (filters.max_num_gen_batches if filters.enable else 1)
+        while num_prompts < max_prompts and num_live < size:
+            further = num_further_prompts(num_prompts, num_live, size)
             with timings.phase("gen"):
-                finished = self.sample_batch(step, num_batches)
+                finished = self.sample(step, num_prompts, min(further, max_prompts - num_prompts))
             scored = self._score(finished, step, timings)
             sampled.extend(scored)
             trajectories += finished
-            num_kept_groups += len(live_groups(scored, self.config))
-            num_batches += 1
+            num_live += len(live_groups(scored, self.config))
+            num_prompts = len({t.group for t in trajectories})
         self.rollout.sleep()
         self.sampled = sampled
         num_dropped = len(trajectories) - len(sampled.trajectories)
@@ -195,14 +209,20 @@ class RolloutCollector(Source):
         metrics |= self.sampler.observe(sampled.trajectories, sampled.rewards)
         for measure in self.measures:
             metrics |= measure(trajectories)
-        selected, selection_metrics = select_for_training(sampled, self.config, step, num_batches)
+        selected, selection_metrics = select_for_training(sampled, self.config, step, num_prompts)
         return selected, metrics | selection_metrics
 
-    def sample_batch(self, step: int, number: int) -> list[Trajectory]:
-        """Return the trajectories of a step's batch with this number, failed ones too."""
-        rows = self.sampler.next_batch()
-        starts, sampling = self.starts_of(step, number * len(rows), rows)
+    def sample(self, step: int, first: int, num: int) -> list[Trajectory]:
+        """Return the trajectories of a step's next `num` prompts, failed ones too."""
+        starts, sampling = self.starts_of(step, first, self.draw(num))
         return self.rollout.generate(starts, sampling)
+
+    def draw(self, num: int) -> list[int]:
+        """Return the next `num` rows of the data."""
+        while len(self._drawn) < num:
+            self._drawn += self.sampler.next_batch()
+        rows, self._drawn = self._drawn[:num], self._drawn[num:]
+        return rows
 
     def starts_of(
         self, step: int, first: int, rows: Sequence[int]
@@ -236,8 +256,9 @@ class RolloutCollector(Source):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
-        return {"sampler": self.sampler.state_dict()}
+        return {"sampler": self.sampler.state_dict(), "drawn": list(self._drawn)}
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
         """Continue at the checkpoint's position."""
         self.sampler.load_state_dict(state.sampler)
+        self._drawn = list(state.others.get("drawn", ()))
