@@ -6,7 +6,7 @@ from typing import Any
 
 from search_r1 import loops
 from search_r1.agent.search import SearchTool, count_blank
-from search_r1.retrieval.client import RetrievalClient
+from search_r1.retrieval.client import RetrievalClient, read_urls
 from search_r1.retrieval.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.retrieval.protocol import EmptyRetrieval
 from search_r1.retrieval.schema import fingerprint
@@ -119,7 +119,7 @@ class ServedSearch(ServedTool, SearchTool):
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Yield the errors of the test requests, or else of documents for the run's questions."""
-        problems = list(super().preflight(seconds))
+        problems = list(super().preflight(seconds)) or list(self._mixture_problems())
         yield from problems
         if problems or self.config is None:
             return
@@ -130,6 +130,27 @@ class ServedSearch(ServedTool, SearchTool):
             yield error
         except SearchError as error:
             logger.warning("%s: not checked with questions of the run: %s", self.label, error)
+
+    def _mixture_problems(self) -> Iterator[ToolRefused]:
+        """Yield an error if addresses serve different corpora; warn of different indexes.
+
+        Any of them may answer any search. Those without `/info` are not compared.
+        """
+        served = {url: fingerprints_of(url, self.options) for url in read_urls(self.options.url)}
+        for part in sorted({part for parts in served.values() for part in parts}):
+            first, *others = [url for url, parts in served.items() if part in parts]
+            other = next((u for u in others if served[u][part] != served[first][part]), None)
+            if other is None:
+                continue
+            got = f"another {part} at {other} than at {first}"
+            expected = "the same, as any address may answer any search"
+            problem = explain(
+                f"retriever.url={self.label}", got, expected, "serve one index at each of them"
+            )
+            if part == "corpus":
+                yield ToolRefused(problem)
+            else:
+                logger.warning(problem)
 
     async def _examine(self, config: Config) -> list[str]:
         """Ask for documents for some of the run's questions; return what is odd about them."""
@@ -162,19 +183,24 @@ class ServedSearch(ServedTool, SearchTool):
         Empty for servers without this form of `/info`, such as the original Search-R1 server, and
         if the request fails.
         """
-        try:
-            return info_fingerprints(loops.run(self._fetch_info()))
-        except SearchError:
-            return {}
-
-    async def _fetch_info(self) -> dict[str, Any]:
-        timeout = min(self.options.timeout, PROBE_TIMEOUT_S)
-        url = self.options.url
-        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
-            return await client.info()
+        return fingerprints_of(self.options.url, self.options)
 
     async def aclose(self) -> None:
         await self.client.aclose()
+
+
+def fingerprints_of(url: str, options: ServerConfig) -> dict[str, str]:
+    """Return what `ServedSearch.identity` does, of the servers at `url`."""
+    timeout = min(options.timeout, PROBE_TIMEOUT_S)
+
+    async def fetch() -> dict[str, Any]:
+        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
+            return await client.info()
+
+    try:
+        return info_fingerprints(loops.run(fetch()))
+    except SearchError:
+        return {}
 
 
 def info_fingerprints(info: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,34 @@ def test_every_address_that_refuses_is_told() -> None:
     with running(Scripted(*[(401, b"no")] * 2)) as url:
         errors = list(search_tool(f"{url}, {url}/retrieve").preflight(30.0))
     assert [type(error) for error in errors] == [ToolRefused] * 2
+
+
+@pytest.mark.parametrize("part", ["corpus", "index", "encoder", "nothing"])
+def test_addresses_serve_the_same_documents(
+    part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any of them may answer any search: another corpus is refused, another index is a warning.
+
+    A server that does not tell its corpus is compared by what it tells.
+    """
+    facts = {"corpus": {"sha": "a"}, "encoder": {"model": "e5"}, "metric": "dot"}
+    changes = {
+        "corpus": {"corpus": {"sha": "b"}}, "index": {"metric": "l2"}, "encoder": {"encoder": {}},
+    }  # fmt: skip
+    served = facts, {"metric": "dot"}, {**facts, **changes.get(part, {})}
+    with ExitStack() as stack:
+        urls = []
+        for own in served:
+            backend = FakeBackend()
+            monkeypatch.setattr(backend, "info", lambda own=own: own)
+            urls.append(stack.enter_context(running(create_app(backend, ServiceConfig()))))
+        problems = list(search_tool(",".join(urls)).preflight(30.0))
+        identity = search_tool(urls[0]).identity()
+    assert set(identity) == {"corpus", "encoder", "index"}
+    assert [type(problem) for problem in problems] == [ToolRefused] * (part == "corpus")
+    text = " ".join(map(str, problems)) + caplog.text
+    assert (part != "nothing") is (f"another {part} at {urls[2]} than at {urls[0]}" in text)
+    assert caplog.text.count("fix: ") == (part in ("index", "encoder"))
 
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
