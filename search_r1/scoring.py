@@ -22,7 +22,7 @@ from search_r1.rewards import (
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.normalize import RULES, Normalize, normalize_answer
-from search_r1.scoring_options import check_judge, read_judge, read_scores
+from search_r1.scoring_options import check_judge, read_judge, read_scores, reward_names
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import RewardConfig, StageConfig
@@ -96,7 +96,7 @@ def build_reward_manager(config: Config) -> RewardManager:
     options = config.reward_model
     grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    names = _reward_names(options)
+    names = reward_names(options)
     with _option_errors():
         scores = read_scores(options.scores, names)
         check_judge(options.judge)
@@ -135,12 +135,6 @@ def _own_manager(config: Config) -> RewardManager | None:
     is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
     manager = reward(config) if is_class else reward
     return manager if isinstance(manager, RewardManager) else None
-
-
-def _reward_names(rewards: RewardConfig) -> set[str]:
-    """Return the names of all rewards that a run uses, in any stage."""
-    sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
-    return {name for section in sections for name in (section.weights or [section.name])}
 
 
 def _component_names(

@@ -1,16 +1,19 @@
 """Reads `reward_model.scores` and `reward_model.judge` of a run, two mappings, into dataclasses."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from search_r1.rewards.interface import RewardScores
 from search_r1.rewards.judge.judge_options import JudgeOptions, read_key
 from verl.bounds import Bounds
-from verl.errors import did_you_mean, explain
+from verl.config.reward import RewardConfig, StageConfig
+from verl.errors import ConfigError, did_you_mean, explain
 
 OF_F1, OF_COST = ("no_search", "no_answer"), ("correct_answer", "search_penalty", "invalid_format")
 OF_FORMAT = ("structure_format_score", "final_format_score", "retrieval_score")
+FORM_REWARDS = frozenset({"em_format", "r1_searcher_stage_1", "r1_searcher_stage_2"})
+"""Rewards that ask whether a dialogue is valid."""
 SCORES: Mapping[str, str] = {
     "format_score": "em", **dict.fromkeys(OF_FORMAT, "em_format"), **dict.fromkeys(OF_F1, "f1"),
     **dict.fromkeys((*OF_COST, "penalise_correct_only"), "em_cost"),
@@ -38,6 +41,20 @@ def read_scores(given: Mapping[str, Any], used: Collection[str]) -> RewardScores
             fix = f"reward_model.name={SCORES[name]}, or leave it out"
             raise ValueError(explain(f"scores.{name}", value, expected, fix))
     return RewardScores(**given)
+
+
+def reward_names(rewards: RewardConfig) -> set[str]:
+    """Return the names of all rewards that a run uses, in any stage."""
+    sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
+    return {name for section in sections for name in (section.weights or [section.name])}
+
+
+def refuse_form_rewards(rewards: RewardConfig) -> None:
+    """Raise ConfigError for a reward that looks for tags around tools' results."""
+    for name in sorted(reward_names(rewards) & FORM_REWARDS):
+        got = f"{name}, and a chat template that does not enclose the results of tools in tags"
+        fix = "template=search_r1, or a reward of the answer alone, such as reward_model.name=em"
+        raise ConfigError(explain("reward_model.name", got, "tags", fix))
 
 
 def check_judge(given: Mapping[str, Any]) -> None:

@@ -1,15 +1,20 @@
 """Building a run's reward from its options and scoring trajectories."""
 
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from search_r1.agent.generation import build_environment, build_format
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.rewards.normalize import RULES
 from search_r1.scoring import build_reward_manager, reward_input
+from tests.core.agent.chat_templates import LLAMA, QWEN, ChatTokenizer
+from tests.core.agent.test_native import play, tagged
 from tests.fakes import ByteTokenizer
 from tests.rewards.judge.server import judge_server
 from verl import plugins
@@ -59,6 +64,38 @@ def test_the_template_decides_which_tags_count() -> None:
     assert build_reward_manager(config)([dialogue])[0].score == 1.0 - 2.0
     config.template = "r1_searcher"
     assert build_reward_manager(config)([dialogue])[0].score == 1.0
+
+
+@pytest.mark.parametrize("name", ["em_format", "r1_searcher_stage_1", "r1_searcher_stage_2"])
+@pytest.mark.parametrize("countries", [["Peru"], ["Peru", "Chad"]])
+def test_a_native_dialogue_that_uses_tools_is_valid(name: str, countries: list[str]) -> None:
+    """Engines keep the end of sequence in the text of each turn; a turn may have several calls."""
+    tokenizer = ChatTokenizer()
+    calls = "<think>I look it up.</think>\n" + "\n".join(map(tagged, countries))
+    last = "<think>I know it.</think>\n<answer> Lima </answer>"
+    done, _ = play(tokenizer, (calls, "stop"), (last, "stop"))
+    assert done.segments[1].text.endswith(tokenizer.eos_token)
+    config = config_with(name=name)
+    config.template = "native"
+    [reward] = build_reward_manager(config)([done])
+    assert reward.components["format_valid"] == 1.0
+    if name == "em_format":
+        assert reward.score == reward.components["retrieval_hit"] == 1.0
+    done.segments[1] = dataclasses.replace(done.segments[1], text=f"words {calls}")
+    [reward] = build_reward_manager(config)([done])
+    assert reward.components["format_valid"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["em_format", "r1_searcher_stage_1", "r1_searcher_stage_2", "em"])
+def test_the_form_is_not_rewarded_where_results_have_no_tags(name: str) -> None:
+    """Of Llama's templates, no dialogue with a search would be valid: refused before a run."""
+    config = config_with(name=name)
+    config.template = "native"
+    tools = build_environment(config)
+    refused = pytest.raises(ConfigError, match=rf"reward_model.name: got {name}, .*; fix: ")
+    with refused if name != "em" else contextlib.nullcontext():
+        build_format(config, tools, ChatTokenizer(LLAMA, "<|eot_id|>"))
+    assert build_format(config, tools, ChatTokenizer(QWEN)).name == "native"
 
 
 @pytest.mark.parametrize("stages", [[], [StageConfig("em")]])

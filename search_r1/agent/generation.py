@@ -151,6 +151,10 @@ def build_format(
     is_native = config.template == native.NAME
     format = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)
     refuse_closed_think(format, config.algorithm.no_think_rl)
+    if isinstance(format, NativeFormat) and not format.marks_results:
+        from search_r1.scoring_options import refuse_form_rewards  # noqa: PLC0415 by option
+
+        refuse_form_rewards(config.reward_model)
     if not is_native:
         for tool in tools:
             _ = tool.main_argument  # raises ConfigError if the tool has no arguments
@@ -183,20 +187,23 @@ def check_prompts(
         return
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
-        tag.opening: template.name
+        tag.opening: f"template={template.name}"
         for template in reversed(TEMPLATES.values())  # templates may share tags: the first one wins
         for tag in template.tags.calls
         if tag.opening not in own
     }
+    if not format.schemas:  # as in veRL's own files, with a query in the place of JSON
+        described = "template=FILE.yaml, which describes its tags (docs/guides/rewards.md)"
+        others.setdefault(native.CALL.opening, described)
     for prompt in prompts:
         if any(opening in prompt.text for opening in own):
             continue
-        for opening, name in others.items():
+        for opening, other in others.items():
             if opening in prompt.text:
                 got = f"a prompt that mentions {opening}"
                 expected = f"the wording of template {format.name!r}"
                 fix = (
-                    f"set template={name}, or build the data with --template_type {format.name} "
+                    f"set {other}, or build the data with --template_type {format.name} "
                     "(docs/guides/data.md)"
                 )
                 raise DataError(explain(prompt.uid, got, expected, fix))

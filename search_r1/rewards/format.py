@@ -33,17 +33,29 @@ END_OF_SEQUENCE = (
     "<|eot_id|>",
     "<|end_of_text|>",
     "<|eom_id|>",
+    "<|eot|>",
     "<end_of_turn>",
+    "<turn|>",
     "<eos>",
     "</s>",
+    "<|end|>",
+    "<|return|>",
+    "<|user|>",
+    "<|observation|>",
+    "[|endofturn|]",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "<seed:eos>",
 )
-"""End-of-turn texts of Qwen, SmolLM, Llama 3, Gemma, Llama 2 and Mistral models."""
+"""End-of-turn texts of Qwen, SmolLM, Llama 3 and 4, Gemma, Llama 2, Mistral, Phi, gpt-oss, GLM,
+EXAONE, Cohere, DeepSeek and Seed models."""
 
 
 # A dialogue is encoded with one letter per part: T and t open and close a think block, S and s a
 # call, A and a the answer; O is an observation with documents, x is text, ! is never allowed. Every
 # part contains text: tags around nothing would be the cheapest valid dialogue.
 _VALID = re.compile(r"O?(?:Tx+tSx+sO)*Tx+tAx+a")
+_VALID_OF_TURNS = re.compile(r"O?(?:Tx+t(?:Sx+s)+O)*Tx+tAx+a")
 _VALID_WITHIN_THINK = re.compile(r"O?T(?!t)x*(?:Sx+sOx*)*tAx+a")
 
 
@@ -79,13 +91,17 @@ def _encode_segment(origin: Origin, text: str, grammar: Grammar) -> str:
 
 
 def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar = SEARCH_R1) -> bool:
-    """Whether a dialogue is valid as defined above; end-of-sequence texts may follow the answer."""
+    """Whether a dialogue is valid as defined above; end-of-sequence texts may follow the answer.
+
+    They may follow every turn of a grammar whose turns end so, which may have several calls each.
+    """
     letters, last = "", len(segments) - 1
     for index, (origin, text) in enumerate(segments):
-        if index == last and origin == "policy":
+        if origin == "policy" and (index == last or grammar.ends_at_eos):
             text = strip_end_of_sequence(text)
         letters += _encode_segment(origin, text, grammar)
-    valid = _VALID_WITHIN_THINK if grammar.acts_in_think else _VALID
+    valid = _VALID_OF_TURNS if grammar.ends_at_eos else _VALID
+    valid = _VALID_WITHIN_THINK if grammar.acts_in_think else valid
     return valid.fullmatch(letters) is not None
 
 

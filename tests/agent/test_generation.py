@@ -329,6 +329,7 @@ def test_a_dialogue_in_r1_searchers_tags() -> None:
 PROMPTS = {
     "search_r1": "Ask with <search> query </search>. Question: who?",
     "r1_searcher": "Ask as <|begin_of_query|> q <|end_of_query|>. Question: who?",
+    "verl": "Call a search engine by <tool_call> query </tool_call>. Question: who?",
     "none": "Documents: … Question: who?",
 }
 
@@ -340,6 +341,9 @@ PROMPTS = {
         ("short", "r1_searcher", "r1_searcher"),
         ("r1_searcher", "search_r1", "search_r1"),
         ("native", "search_r1", "search_r1"),
+        ("search_r1", "verl", "FILE.yaml"),
+        ("r1_searcher", "verl", "FILE.yaml"),
+        ("native", "verl", None),
         ("search_r1", "search_r1", None),
         ("r1_searcher", "none", None),
         ("native", "none", None),

@@ -37,6 +37,8 @@ class Grammar:
     answer: Tag = Tag("<answer>", "</answer>")
     acts_in_think: bool = False
     """Whether calls are made inside a thinking part rather than between two of them."""
+    ends_at_eos: bool = False
+    """Whether every turn, of one or more calls, ends with the text of an end of sequence."""
 
     def with_tools(self, names: Iterable[str]) -> Grammar:
         """Return the grammar for these tools; the default tag of a tool is `<name>`, `</name>`."""

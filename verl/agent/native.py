@@ -22,7 +22,10 @@ from verl.types import Completion
 
 NAME = "native"
 CALL = Tag("<tool_call>", "</tool_call>")
-GRAMMAR = Grammar(tools=(("tool", CALL),), information=Tag("<tool_response>", "</tool_response>"))
+GRAMMAR = Grammar(
+    tools=(("tool", CALL),), information=Tag("<tool_response>", "</tool_response>"),
+    ends_at_eos=True,
+)  # fmt: skip
 """The tags that rewards parse and that are neutralized in observations."""
 PYTHON_TAG = "<|python_tag|>"
 """Token that Llama 3.x may write before a call."""
@@ -101,6 +104,13 @@ class NativeFormat:
         return False
 
     @property
+    def marks_results(self) -> bool:
+        """Whether the template encloses results in the information tags of the grammar."""
+        turn = Turn((ToolCall(self.tools[0].name, {}),)) if self.tools else Turn()
+        written = self.respond(turn, [()] * len(turn.calls), ())
+        return not turn.calls or self.tags.information.opening in written
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self.tools]
 
@@ -120,9 +130,10 @@ class NativeFormat:
         calls = tuple(call for call in parsed if call is not None)
         is_unbalanced = text.count(CALL.opening) != text.count(CALL.closing)
         is_malformed = is_unbalanced or None in parsed or GRAMMAR.information.opening in text
-        answer = None if calls else answer_pattern(self.tags).search(text)
-        answer_text = answer["answer"].strip() if answer else None
-        return Turn(calls, answer_text, is_malformed or not (calls or answer), is_open)
+        # As rewards do, the last: a thought may quote the form.
+        answers = [] if calls else answer_pattern(self.tags).findall(text)
+        answer = answers[-1].strip() if answers else None
+        return Turn(calls, answer, is_malformed or not (calls or answers), is_open)
 
     def respond(
         self, turn: Turn, results: Sequence[Sequence[Item]] | None, reserved: Sequence[str]

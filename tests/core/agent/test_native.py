@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from search_r1.rewards.interface import extract_answer
 from tests.core.agent.chat_templates import LLAMA, QWEN, TOOLLESS, ChatTokenizer
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.environment import Environment
@@ -40,12 +41,12 @@ class Scripted:
         self.tokenizer, self.turns, self.prompts = tokenizer, list(turns), list[str]()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Return the next turn, without end of sequence if it was cut by length."""
+        """Return the next turn, with its end of sequence unless it was cut by length."""
         self.prompts.append(self.tokenizer.decode(prompt_ids))
         text, reason = self.turns.pop(0)
-        end = (256,) if reason == "stop" else ()
+        end, written = ((256,), self.tokenizer.eos_token) if reason == "stop" else ((), "")
         ids = (*self.tokenizer.encode(text), *end)
-        return Completion(ids, (-1.0,) * len(ids), text, reason)
+        return Completion(ids, (-1.0,) * len(ids), text + written, reason)
 
 
 def call(country: str, key: str = "arguments") -> str:
@@ -148,6 +149,21 @@ def test_turns_are_parsed(text: str, calls: int, is_malformed: bool) -> None:
         ToolCall("capital", {"country": c}) for c in ["Peru", "Chad"][:calls]
     )
     assert (turn.answer is not None) == ("<answer>" in text)
+
+
+def test_the_last_answer_of_a_turn_is_its_answer() -> None:
+    """As rewards read it: a thought before it may quote the form."""
+    said = "<think>As <answer> Beijing </answer>. It is Lima.</think><answer> Lima </answer>"
+    turn = NativeFormat(ChatTokenizer(), (Capital(),)).parse(Completion((1, 256), (0, 0), said, ""))
+    assert turn.answer == extract_answer([said]) == "Lima"
+
+
+@pytest.mark.parametrize(("template", "marks"), [(QWEN, True), (LLAMA, False)])
+def test_templates_that_mark_results_are_known(template: str, marks: bool) -> None:
+    """Rewards of a dialogue's form look for tags around the results of tools."""
+    tokenizer = ChatTokenizer(template)
+    assert NativeFormat(tokenizer, (Capital(),)).marks_results is marks
+    assert NativeFormat(tokenizer, ()).marks_results is True
 
 
 def test_tags_in_results_are_neutralized() -> None:
