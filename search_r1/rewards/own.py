@@ -123,11 +123,12 @@ def _call_like_verl(function: Callable[..., Any], signature: inspect.Signature) 
     """Return a call with the keywords of veRL that the function takes. Raises TypeError."""
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    skips_example = _skips_example(function, signature)
 
     def arguments(dialogue: RewardInput) -> dict[str, Any]:
         offered = {
             "data_source": dialogue.data_source,
-            "solution_str": response_text(dialogue),
+            "solution_str": skips_example * prompt_text(dialogue) + response_text(dialogue),
             "ground_truth": dialogue.row_truth or list(dialogue.ground_truth),
             "extra_info": {**dialogue.extra_info, "num_turns": len(dialogue.policy_texts)},
         }
@@ -136,6 +137,35 @@ def _call_like_verl(function: Callable[..., Any], signature: inspect.Signature) 
 
     signature.bind(**arguments(RewardInput([], [], ["x"])))
     return lambda dialogue: function(**arguments(dialogue))
+
+
+EXAMPLE = "<|im_start|>user\n<answer> Beijing </answer><|im_end|>\n<|im_start|>assistant\n"
+RIGHT = "<think>a</think>\n<answer> x </answer>"
+
+
+def _skips_example(function: Callable[..., Any], signature: inspect.Signature) -> bool:
+    """Whether a function counts on the prompt's example of an answer, as the original's rewards do.
+
+    These get prompt and response, and take a single answer for the example. Only functions with the
+    parameters of the original's are asked: those of others may be expensive.
+    """
+    names = signature.parameters.keys()
+    is_originals = {"method", "format_score"} <= names and "data_source" not in names
+    if not is_originals or inspect.iscoroutinefunction(function):
+        return False
+    try:
+        alone, after = (
+            to_float(function(solution_str=text, ground_truth={"target": ["x"]}))
+            for text in (RIGHT, EXAMPLE + RIGHT)
+        )
+    except (Exception, SystemExit):  # noqa: BLE001 - any error of the user's function comes later
+        return False
+    return after > alone
+
+
+def prompt_text(dialogue: RewardInput) -> str:
+    """Return the prompt."""
+    return "".join(text for origin, text in dialogue.segments if origin == "prompt")
 
 
 def response_text(dialogue: RewardInput) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.rewards import RewardInput, build_reward
-from search_r1.rewards.interface import OwnRewardError
+from search_r1.rewards.interface import Origin, OwnRewardError
 from search_r1.rewards.own import load_function
 from verl.errors import ConfigError
 
@@ -120,3 +120,35 @@ def test_it_can_be_part_of_a_sum(tmp_path: Path) -> None:
     spec = f"{tmp_path}/own.py:f"
     out = build_reward("", weights={"em": 1.0, spec: 0.5})(DIALOGUE)
     assert (out.score, out.components["a"]) == (2.0, 1.0)
+
+
+ORIGINAL = """
+import re
+
+def compute_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    answers = re.findall(r"<answer>(.*?)</answer>", solution_str)
+    if len(answers) {condition}:
+        return 0
+    return score if answers[-1].strip() in ground_truth["target"] else format_score
+"""
+
+
+@pytest.mark.parametrize("condition", ["<= 1", "< 1"])
+def test_a_function_that_takes_one_answer_for_the_prompts_example_gets_the_prompt(
+    condition: str, tmp_path: Path
+) -> None:
+    """The original's rewards do, and would score every right answer 0; veRL's own form does not."""
+    (tmp_path / "own.py").write_text(ORIGINAL.format(condition=condition))
+    rule = load_function(f"{tmp_path}/own.py:compute_score")
+
+    def dialogue(response: str) -> RewardInput:
+        prompt = "prompt", "<answer> Rome </answer>"
+        segments: list[tuple[Origin, str]] = [prompt, ("policy", response)]  # type: ignore[list-item]
+        return RewardInput([response], segments, ["Paris"], row_truth={"target": ["Paris"]})
+
+    responses = "<answer> Paris </answer>", "<answer> Rome </answer>", "none"
+    assert [o.score for o in rule([dialogue(r) for r in responses])] == [1.0, 0.0, 0.0]
+    only_example = dialogue("<answer> Rome </answer>")
+    only_example = dataclasses.replace(only_example, row_truth={"target": ["Rome"]})
+    nothing = dataclasses.replace(dialogue("none"), row_truth={"target": ["Rome"]})
+    assert [o.score for o in rule([only_example, nothing])] == [1.0, 0.0]

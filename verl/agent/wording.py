@@ -65,16 +65,16 @@ def read_format(path: str | Path) -> TagFormat:
 
 def _grammar(where: str, content: Any) -> Grammar:
     """Read the tags, each a pair of texts."""
-    values = dict(_keys(where, content, {f.name for f in fields(Grammar)}))
+    # A tag dialogue ends its turns at closing tags, so `ends_at_eos` is not a file's to say.
+    known = {f.name for f in fields(Grammar)} - {"ends_at_eos"}
+    values = dict(_keys(where, content, known))
     tools = _keys(f"{where}, tools", values.pop("tools", {}), None)
     acts_in_think = values.pop("acts_in_think", False)
     if not isinstance(acts_in_think, bool):
         raise _error(f"{where}, acts_in_think", acts_in_think, "true or false", "write one")
-    grammar = Grammar(
-        tools=tuple((name, _tag(f"{where}, tools, {name}", pair)) for name, pair in tools.items()),
-        acts_in_think=acts_in_think,
-        **{name: _tag(f"{where}, {name}", pair) for name, pair in values.items()},
-    )
+    calls = tuple((name, _tag(f"{where}, tools, {name}", pair)) for name, pair in tools.items())
+    parts: dict[str, Any] = {n: _tag(f"{where}, {n}", pair) for n, pair in values.items()}
+    grammar = Grammar(tools=calls, acts_in_think=acts_in_think, **parts)
     tags = (grammar.think, grammar.information, grammar.answer, *grammar.calls)
     texts = Counter(text for tag in tags for text in (tag.opening, tag.closing))
     text, count = texts.most_common(1)[0]
