@@ -12,6 +12,10 @@ set -euo pipefail
 # shellcheck source=scripts/train_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/train_common.sh"
 
+# KL is in the loss; with USE_KL_LOSS=false there is none, or with KL_COEF in the reward.
+in_reward=()
+[[ ${USE_KL_LOSS:-true} != [Ff]alse ]] || in_reward=("algorithm.kl_ctrl.kl_coef=${KL_COEF:-0}")
+
 train \
   "trainer.experiment_name=${EXPERIMENT_NAME:-search-r1-grpo-$(basename "$BASE_MODEL")}" \
   algorithm.adv_estimator=grpo \
@@ -19,4 +23,5 @@ train \
   "actor_rollout_ref.actor.use_kl_loss=${USE_KL_LOSS:-true}" \
   "actor_rollout_ref.actor.kl_loss_coef=${KL_COEF:-0.001}" \
   actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+  "${in_reward[@]}" \
   "$@"

@@ -18,6 +18,8 @@ train \
   "algorithm.gamma=${GAMMA:-1.0}" \
   "algorithm.lam=${LAM:-1.0}" \
   "algorithm.kl_ctrl.kl_coef=${KL_COEF:-0.001}" \
+  "actor_rollout_ref.actor.use_kl_loss=${USE_KL_LOSS:-false}" \
+  "actor_rollout_ref.actor.kl_loss_coef=${KL_COEF:-0.001}" \
   "actor_rollout_ref.rollout.n_agent=${N_AGENT:-1}" \
   "critic.model.path=${CRITIC_MODEL:-$BASE_MODEL}" \
   "critic.model.enable_gradient_checkpointing=${GRADIENT_CHECKPOINTING:-true}" \

@@ -70,6 +70,27 @@ def test_grpo_is_the_papers_recipe(tmp_path: Path) -> None:
     assert_common(config)
 
 
+@pytest.mark.parametrize(
+    ("environment", "in_reward"),
+    [({}, 0.0), ({"KL_COEF": "0.5"}, 0.5), ({"KL_COEF": "0"}, 0.0)],
+)
+def test_grpo_without_a_kl_loss_has_no_kl_unless_asked(
+    environment: dict[str, str], in_reward: float, tmp_path: Path
+) -> None:
+    """KL_COEF is that of the KL in the reward where there is none in the loss."""
+    config = config_of("train_grpo.sh", tmp_path, USE_KL_LOSS="false", **environment)
+    assert config.kl_in_reward is (in_reward > 0)
+    assert config.algorithm.kl_ctrl.kl_coef == in_reward
+    assert config.needs_reference is (in_reward > 0)
+
+
+def test_ppo_may_have_the_kl_in_the_loss(tmp_path: Path) -> None:
+    """The variables are those of GRPO."""
+    config = config_of("train_ppo.sh", tmp_path, USE_KL_LOSS="true", KL_COEF="0.25")
+    assert not config.kl_in_reward
+    assert config.actor_rollout_ref.actor.kl_loss_coef == 0.25
+
+
 def test_ppo_is_the_papers_recipe(tmp_path: Path) -> None:
     """The published hyper-parameters of PPO, v0.2."""
     config = config_of("train_ppo.sh", tmp_path)

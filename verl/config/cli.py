@@ -99,7 +99,8 @@ def resolve_config(config: Config, arguments: Sequence[str] = ()) -> Config:
     for key, _, _, value in settings(config):
         if "[" not in key and value != MISSING:  # the items of a list are set with the list
             overrides.check_type(key, _plain(value), schema)
-    overrides.apply(((o.key_or_group, o.value()) for o in map(overrides.parse, arguments)), schema)
+    parsed = map(overrides.parse, arguments)
+    overrides.apply(((one.key_or_group, overrides.value_of(one)) for one in parsed), schema)
     with _interpolation_errors():
         return _check_composed(schema)
 
@@ -200,7 +201,9 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
     groups = {path.name for path in folders if path.is_dir()}
     parsed = [overrides.parse(argument) for argument in arguments]
     choices = [str(one.input_line) for one in parsed if one.key_or_group in groups]
-    given = [(one.key_or_group, one.value()) for one in parsed if one.key_or_group not in groups]
+    given = [
+        (o.key_or_group, overrides.value_of(o)) for o in parsed if o.key_or_group not in groups
+    ]
     config: DictConfig = OmegaConf.structured(Config)
     overrides.apply(flatten(_presets(preset, folder, choices), is_whole=_is_whole), config)
     overrides.apply(given, config)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 OFF = "off"
 """A choice of several options, which YAML reads as false unless it is quoted."""
+VERLS_GROUP_SIZE, MINI_BATCH = "actor_rollout_ref.rollout.n", ".ppo_mini_batch_size"
 _warned: set[str] = set()
 _FILE: Mapping[str, Any] = yaml.safe_load(
     Path(__file__).with_name("legacy.yaml").read_text("utf-8")
@@ -95,10 +96,22 @@ def apply(options: Iterable[tuple[str, Any]], config: DictConfig) -> None:
 def translate_all(options: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the option of `verl.config` and its value for each of `options`; see `translate`."""
     given = list(options)
+    _warn_of_verls_batches(dict(given))
     for key, value in given:
         if not is_of_reward_file(key):
             yield from translate(key, value).items()
     yield from reward_file(given).items()
+
+
+def _warn_of_verls_batches(given: Mapping[str, Any]) -> None:
+    """Warn, once per process, of mini-batches beside veRL's name of the group size."""
+    size, sizes = given.get(VERLS_GROUP_SIZE, 1), [n for n in given if n.endswith(MINI_BATCH)]
+    if size != 1 and sizes and MINI_BATCH not in _warned:
+        _warned.add(MINI_BATCH)
+        logger.warning(
+            "%s counts trajectories here, in veRL prompts; fix: if it is of a veRL command, "
+            "multiply it by %s=%s", " and ".join(sizes), VERLS_GROUP_SIZE, size,
+        )  # fmt: skip
 
 
 def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
@@ -136,6 +149,16 @@ def parse(argument: str, may_sweep: bool = False) -> Override:
     return override
 
 
+def value_of(override: Override) -> Any:
+    """Return the value given; of an option that is a text, a number as it was written."""
+    value, key = override.value(), current_name(str(override.key_or_group))
+    option = known_options().get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if option is None or not is_number or option.type_name not in ("str", "str | null"):
+        return value
+    return str(override.input_line).split("=", 1)[1]
+
+
 def short_repr(value: object) -> str:
     """Return the repr of a value for an error message, cut to 200 characters."""
     text = repr(value)
@@ -152,7 +175,7 @@ def translate(given: str, value: Any) -> dict[str, Any]:
     if legacy is not None:
         _warn(given, value, legacy)
         return {}
-    if given == "actor_rollout_ref.rollout.n" and value == 1:
+    if given == VERLS_GROUP_SIZE and value == 1:
         return {}  # the original multiplies n by n_agent, so that 1 changes nothing
     is_known = key in known_options() or key in known_sections() or mapping_of(key) is not None
     if not is_known:
@@ -187,6 +210,8 @@ def unknown_key(key: str) -> ConfigError:
 def check_type(key: str, value: Any, config: DictConfig) -> None:
     """Set a value in `config`. Raises ConfigError for a wrong type."""
     try:
+        if isinstance(value, Mapping) and key in known_options():  # the last value wins, whole
+            OmegaConf.update(config, key, {}, merge=False)
         OmegaConf.update(config, key, value, merge=True, force_add=mapping_of(key) is not None)
     except OmegaConfBaseException as error:
         option = known_options().get(key)

@@ -18,6 +18,8 @@ from verl.plugins import PYTHON_PREFIX
 
 Rule = tuple[object, str, object, str, str]
 """Whether the rule is broken; then subject, got, expected and fix of the error message."""
+DEFAULT_REWARDS = ("em", "em_format")
+"""Values of `reward_model.name` that main_ppo and main_ppo_format have if none is given."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 HTTP = ("http://", "https://")
 
@@ -275,7 +277,11 @@ def _documents(config: Config) -> Iterator[Rule]:
 def _stages(config: Config) -> Iterator[Rule]:
     """Every stage but the last must have an end, and the ends must rise."""
     key, stages = "reward_model.stages", config.reward_model.stages
-    test_freq = config.trainer.test_freq
+    test_freq, name = config.trainer.test_freq, config.reward_model.name
+    is_other = bool(stages or config.reward_model.weights) and name not in DEFAULT_REWARDS
+    yield (is_other, "reward_model.name", name,
+           f"em, the default: {key} and reward_model.weights name the rewards of a run",
+           "leave it out, or add reward_model.weights={} reward_model.stages=[]")
     yield (stages and config.reward_model.weights, key, "stages and reward_model.weights",
            "stages or weights; each stage may have its own weights", "leave one of them out")
     for number, stage in enumerate(stages, 1):

@@ -252,5 +252,7 @@ _ESTIMATORS = (
     ),
 )
 
+DIVIDED = ("grpo", "grpo_passk")
+"""Estimators that divide by the deviation of a group, if ``norm_by_std``."""
 ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType({e.name: e for e in _ESTIMATORS})
 """Estimators by their names in ``algorithm.adv_estimator``; a new algorithm is a new entry."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from verl.batch import TokenBatch
-from verl.core_algos.advantages import AdvantageEstimator, AdvantageInputs, Gae
+from verl.core_algos.advantages import DIVIDED, AdvantageEstimator, AdvantageInputs, Gae
 from verl.core_algos.chosen import advantage_estimator
-from verl.core_algos.jagged import outcome_to_tokens, segment_sum
+from verl.core_algos.groups import Groups
+from verl.core_algos.jagged import ROUNDING, outcome_to_tokens, segment_sum, sequence_ids
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import overlong_penalty
@@ -70,8 +71,11 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
         scores = scores.masked_fill(batch.rows["all_wrong"], 0.0)
     rewards = outcome_to_tokens(scores, mask, batch.offsets)
     if config.kl_in_reward:
+        outcome = rewards
         rewards, kl_metrics = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= kl_metrics
+        if algorithm.adv_estimator in DIVIDED and algorithm.norm_adv_by_std_in_grpo:
+            rewards = torch.where(has_signal(batch, scores), rewards, outcome)
     whiten_mask = batch.tokens["response_mask"] if config.is_as_original else None
     gae = Gae(algorithm.lam, batch.tokens.get("value_mask"), whiten_mask)
     estimate = advantage_estimator(algorithm.adv_estimator).compute(
@@ -89,6 +93,16 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
     advantages, returns = estimate.advantages.float(), estimate.returns.float()
     batch.tokens |= {"advantages": advantages, "returns": returns}
     return metrics
+
+
+def has_signal(batch: TokenBatch, scores: Tensor) -> Tensor:
+    """Whether the scores (num_seqs,) in each token's group differ, (num_tokens,) bool.
+
+    In other groups KL in the reward, divided by its own deviation, would be as strong as a signal
+    of the outcome, whatever its coefficient is.
+    """
+    groups = Groups.of(batch.columns["group"], batch.tokens["loss_mask"], batch.offsets)
+    return (groups.std(scores.double()) > ROUNDING)[sequence_ids(batch.offsets)]
 
 
 def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+from operator import attrgetter
 from pathlib import Path
 
 import hydra
@@ -309,6 +310,31 @@ def test_a_mapping_is_given_as_one_option() -> None:
     assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
     with pytest.raises(ConfigError, match=r"reward_model\.weights"):
         compose("reward_model.weights={em: much}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "expected"),
+    [
+        (["reward_model.weights={em: 1.0}", "reward_model.weights={f1: 1.0}"],
+         "reward_model.weights", {"f1": 1.0}),
+        (["data.filter={a: 1}", "data.filter={}"], "data.filter", {}),
+        (["data.filter={a: 1}", "data.filter={b: {gt: 0}}"], "data.filter", {"b": {"gt": 0}}),
+        (["data.filter={a: 1}", "data.filter.b=2"], "data.filter", {"a": 1, "b": 2}),
+        (["--config-name", "stable", "actor_rollout_ref.actor.terms={}"],
+         "actor_rollout_ref.actor.terms", {}),
+    ],
+)  # fmt: skip
+def test_the_last_mapping_wins_whole(arguments: list[str], option: str, expected: object) -> None:
+    """As the last value of any option does; a single entry is added."""
+    assert attrgetter(option)(compose(*arguments)) == expected
+
+
+@pytest.mark.parametrize("text", ["5867e688", "1e3", "1_000", "007", "0x1f", "12"])
+def test_a_text_that_looks_like_a_number_stays_as_it_was_written(text: str) -> None:
+    """Such as the start of a commit's hash; a number's option still gets a number."""
+    config = compose(f"trainer.experiment_name={text}", "actor_rollout_ref.actor.optim.lr=1e-3")
+    assert config.trainer.experiment_name == text
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-3
 
 
 def test_a_reward_of_a_file_is_part_of_a_sum() -> None:

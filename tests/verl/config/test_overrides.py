@@ -58,6 +58,20 @@ def _forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "_warned", set())
 
 
+@pytest.mark.parametrize(("size", "others", "warns"), [
+    (1, ["critic.ppo_mini_batch_size=20"], False), (5, [], False),
+    (5, ["actor_rollout_ref.actor.ppo_mini_batch_size=20"], True),
+])  # fmt: skip
+def test_verls_group_size_tells_what_mini_batches_count(
+    size: int, others: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VeRL's count prompts: a command of its would make `n` times as many updates in silence."""
+    given = [f"actor_rollout_ref.rollout.n={size}", *others]
+    config = [compose(*given) for _ in range(2)][1]
+    assert config.actor_rollout_ref.rollout.n_agent == size
+    assert len([m for m in caplog.messages if "ppo_mini_batch_size" in m]) == warns
+
+
 @pytest.mark.parametrize("name", [name for name in LEGACY if name not in known_options()])
 def test_unsupported_options_warn_or_are_refused(
     name: str, caplog: pytest.LogCaptureFixture

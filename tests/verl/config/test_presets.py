@@ -54,8 +54,9 @@ def test_a_preset_with_names_of_verl_composes(
     assert policy.actor.fsdp_config.param_offload is True
     assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
     assert config.is_as_original
-    assert [text.split("=")[0] for text in caplog.messages] == [
-        "actor_rollout_ref.actor.use_dynamic_bsz"
+    names = "ppo_mini_batch_size", "use_dynamic_bsz"
+    assert [text.split()[0].split("=")[0] for text in caplog.messages] == [
+        f"actor_rollout_ref.actor.{name}" for name in names
     ]
 
 

@@ -31,6 +31,8 @@ def test_stages_become_dataclasses() -> None:
             r"until_step \[5, 5\], expected rising numbers above 0",
         ),
         ((stages("{name: a}"), "reward_model.weights={f1: 1.0}"), "leave one of them out"),
+        (("reward_model.name=f1", stages("{name: em}")), r"reward_model\.name: got f1"),
+        (("reward_model.name=f1", "reward_model.weights={em: 1.0}"), r"weights=\{\}"),
         ((stages("{plateau: {patience: 0}}, {name: a}"),), r"plateau\.patience: got 0"),
         ((stages("{plateau: {min_delta: -1}}, {name: a}"),), r"plateau\.min_delta: got -1"),
         ((stages("{plateau: {metric: val/em}}, {name: a}"),), "trainer.test_freq=10"),

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from verl.batch import TokenBatch
 from verl.config import Config
+from verl.core_algos.advantages import DIVIDED, STD_EPSILON
+from verl.core_algos.jagged import segment_sum
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
 from verl.monitor.performance import Timings
@@ -331,6 +333,33 @@ def test_trajectories_without_gradient_are_skipped(
     batch.tokens["advantages"] = (has_gradient & batch.tokens["policy_mask"]).float()
     assert learner.update_actor(batch, step=1) == {"size": mean}
     assert ranks.sizes["actor"] == sizes
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_kl_alone_is_never_divided_by_its_own_deviation(name: str, is_divided: bool) -> None:
+    """A group of equal scores would get advantages of about 1 from it, at any coefficient.
+
+    Other groups, and estimators without a division, keep the KL in their reward.
+    """
+    config = Config()
+    config.algorithm.adv_estimator = name
+    config.algorithm.norm_adv_by_std_in_grpo = is_divided
+    assert config.kl_in_reward
+    batch = prepared(config, samples_of([[(3, 0)]] * 6, [1, 1, 0, 1, 0, 0]))
+    add_advantages(batch, config, FixedKLController(0.001))
+    kl = batch.tokens["old_log_probs"] - batch.tokens["ref_log_probs"]
+    kl = segment_sum(kl * batch.tokens["loss_mask"], batch.offsets)
+    returns = batch.rows["scores"] - 0.001 * kl
+    found = segment_sum(batch.tokens["advantages"], batch.offsets) / 3
+    is_zero = name in DIVIDED and is_divided
+    for group in (slice(0, 2), slice(4, 6)):
+        assert found[group].any() != is_zero
+        assert float(found[group].abs().max()) < 0.02
+    if name == "grpo":
+        mixed = returns[2:4].double()
+        expected = (mixed - mixed.mean()) / (mixed.std() + STD_EPSILON if is_divided else 1.0)
+        assert torch.allclose(found[2:4].double(), expected, atol=1e-5)
 
 
 def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
