@@ -18,6 +18,7 @@ from typing import TextIO
 
 from search_r1.datasets.command import CorpusOptions, OwnOptions
 from search_r1.datasets.question import (
+    ALIAS_COLUMNS,
     ANSWER_COLUMNS,
     Question,
     RecordLocation,
@@ -207,9 +208,13 @@ def _csv_record(
     if path.suffix.lower() == ".tsv" and any(re.search("[\t\n]", str(v)) for v in record.values()):
         fix = f"double the quotation marks within fields, or drop them (up to line {line})"
         return BadRow.at(str(path), number, "", "a field over several", "a field a tab", fix)
-    value = record[column]
+    columns = (column, *(name for name in ALIAS_COLUMNS if name in record))
+    return {**record, **{name: _split_answers(record[name], separator) for name in columns}}
+
+
+def _split_answers(value: object, separator: str) -> object:
+    """Return the answers of a field as a list."""
     if isinstance(value, str) and (value.strip() in MISSING_CELLS or is_structure(value)):
-        return record  # `read_question` reads it, or says what is missing
+        return value  # `read_question` reads it, or says what is missing
     parts = value.split(separator) if isinstance(value, str) and separator else [value]
-    answers = [part.strip() if isinstance(part, str) else part for part in parts]
-    return {**record, column: answers}
+    return [part.strip() if isinstance(part, str) else part for part in parts]

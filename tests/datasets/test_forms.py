@@ -88,6 +88,12 @@ READ: dict[str, tuple[Form, tuple[str, ...]]] = {
     "TriviaQA of the hub": (jsonl("q.jsonl", {"question": "who", "answer": {
         "value": "Ada", "aliases": ["Ada", "L"], "normalized_aliases": [], "type": "W"}}),
         ("Ada", "L")),
+    "ComplexWebQuestions": (jsonl("q.jsonl", {"question": "who", "answers": [
+        {"answer_id": "m.0", "aliases": ["Lovelace"], "answer": "Ada"}]}), ("Ada", "Lovelace")),
+    "aliases in a csv": (text("q.csv", "question,answer,aliases\nwho,Ada|A,L|Lady\n"),
+                         ("Ada", "A", "L", "Lady")),
+    "aliases of a list in a csv": (text("q.csv", f'question,answer,aliases\nwho,"{CELL}",L|A\n'),
+                                   ("Ada", "Lovelace", "L", "A")),
     "Bamboogle": (text("q.csv", "Question,Answer\nwho,Ada\n"), ("Ada",)),
     "NQ-open": (jsonl("q.jsonl", {"question": "who", "answer": ["Ada"]}), ("Ada",)),
     "SQuAD of the hub": (table({"question": "who", "answers": {"text": ["Ada"],
@@ -166,6 +172,8 @@ REFUSED: dict[str, tuple[Form, str]] = {
                                    "column of the answers"),
     "TriviaQA's test set": (jsonl("q.jsonl", {**ROW, "answer": {"value": "<unk>", "aliases": []}}),
                             "drop the row"),
+    "an answer under an unknown key beside aliases": (jsonl("q.jsonl", {**ROW, "answer": {
+        "title": "Ada", "aliases": ["L"]}}), "write each answer as text"),
     "a key twice": (text("q.jsonl", '{"question": "who", "answer": "Ada", "answer": "Bob"}\n'),
                     "correct line 1"),
     "a csv column twice": (text("q.csv", "question,answer,answer\nwho,Ada,Bob\n"), "drop one"),
