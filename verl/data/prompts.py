@@ -162,6 +162,18 @@ def load_prompts(
     return kept
 
 
+def warn_of_common(train: Sequence[Prompt], val: Sequence[Prompt]) -> None:
+    """Log how many validation prompts are trained on too, whose scores are no measure."""
+    uids = {prompt.text: prompt.uid for prompt in train}
+    common = [prompt for prompt in val if prompt.text in uids]
+    if common:
+        logger.warning(
+            "%d of %d questions of data.val_files stand in data.train_files too, such as %s = %s: "
+            "their scores do not measure what was learnt",
+            len(common), len(val), common[0].uid, uids[common[0].text],
+        )  # fmt: skip
+
+
 def _report_overlong(
     overlong: Sequence[str], num_rows: int, longest: str, config: Config, is_any_kept: bool
 ) -> None:
