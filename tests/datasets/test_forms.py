@@ -300,12 +300,12 @@ ROWS_REFUSED: dict[str, tuple[Form, str]] = {
 
 @pytest.mark.parametrize("name", ROWS_READ)
 def test_a_row_file_of_the_field_is_read(name: str, tmp_path: Path) -> None:
-    """Prompt, answers and further values are those that were saved, and their form is known."""
+    """Prompt, answers and further values are those that were saved, and nothing is kept twice."""
     file, write = ROWS_READ[name]
     write(tmp_path / file)
     (row,) = load_rows(str(tmp_path / file))
     assert (row.prompt, row.ground_truth, row.data_source) == (tuple(PROMPT), ("Ada", "L"), "nq")
-    assert (row.extra_info, row.truth_form) == ({"index": 7}, "target")
+    assert (row.extra_info, row.row_truth) == ({"index": 7}, None)
 
 
 @pytest.mark.parametrize("name", ROWS_REFUSED)

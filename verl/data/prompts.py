@@ -92,7 +92,7 @@ def render(
     if not is_templated:
         ids = _without_added_eos(tokenizer, ids, text)
     return Prompt(
-        row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.truth_form
+        row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.row_truth
     )
 
 
