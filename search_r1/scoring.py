@@ -83,12 +83,10 @@ def reward_input(
     )
 
 
-def _row_truth(prompt: Prompt) -> str | list[str] | dict[str, list[str]]:
-    """Return the ground truth in the form that the row of the prompt has it."""
-    answers = list(prompt.ground_truth)
-    if prompt.truth_form == "target":
-        return {"target": answers}
-    return answers[0] if prompt.truth_form == "text" and len(answers) == 1 else answers
+def _row_truth(prompt: Prompt) -> Any:
+    """Return the ground truth as the row of the prompt has it."""
+    usual = {"target": list(prompt.ground_truth)}
+    return usual if prompt.row_truth is None else prompt.row_truth
 
 
 def build_reward_manager(config: Config) -> RewardManager:

@@ -205,15 +205,22 @@ def test_prompt_text_and_question_travel_from_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("truth", "given"),
     [("Paris", "Paris"), (["Paris"], ["Paris"]), ({"target": ["Paris"]}, {"target": ["Paris"]}),
-     ({"target": "Paris"}, {"target": ["Paris"]})],
+     ({"target": "Paris"}, {"target": "Paris"}), (["Paris", "Paris"], ["Paris", "Paris"]),
+     ({"target": ["Paris"], "must_cite": ["doc7"]}, {"target": ["Paris"], "must_cite": ["doc7"]}),
+     ("['Paris']", ["Paris"]), ({"target": "['Paris']"}, {"target": ["Paris"]}),
+     ('{"target": "Paris", "answer": "so"}', {"target": "Paris", "answer": "so"})],
 )  # fmt: skip
 def test_a_function_for_verl_gets_the_ground_truth_of_the_row(
     truth: object, given: object, tmp_path: Path
 ) -> None:
-    """The form that the row has reaches a user's function, with the row's extra_info."""
+    """The row's own object reaches a user's function, with the row's extra_info.
+
+    What was saved as text is read, and keys beside the target are no answers.
+    """
     record = {"data_source": "nq", "prompt": "Who?", "extra_info": {"index": 5},
               "reward_model": {"ground_truth": truth}}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
     (row,) = load_rows(str(tmp_path / "rows.jsonl"))
     seen = reward_input(start_trajectory(render(row, ByteTokenizer())), SEARCH_R1)
     assert (seen.row_truth, seen.extra_info["index"]) == (given, 5)
+    assert seen.ground_truth == ("Paris",)

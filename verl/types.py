@@ -96,8 +96,9 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     """The text that was encoded to `ids`, including the chat template."""
-    truth_form: str = "target"
-    """Form of the ground truth in the row: text, list, or target (`{"target": …}`)."""
+    row_truth: Any = None
+    """The ground truth as the row has it, a text, list or object; None for `{"target": […]}` with
+    just the answers of `ground_truth`, as most rows have it."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Questions come from csv, tsv, jsonl or parquet. A csv has a header with `question` and `answer`;
 several accepted answers are in one field, divided by a separator. jsonl and parquet have `question`
-and `golden_answers`, `answers` or `answer`. Rows with a `split` go to `<split>.parquet`; all others
-are divided into `train.parquet` and `test.parquet`.
+and `golden_answers`, `answers` or `answer`. Rows with a `split` go to `<split>.parquet`, and of
+several files, one such as `dev.jsonl` names the split of its rows without one; all other rows are
+divided into `train.parquet` and `test.parquet`.
 """
 
 import csv
@@ -18,6 +19,7 @@ from typing import TextIO
 
 from search_r1.datasets.command import CorpusOptions, OwnOptions
 from search_r1.datasets.question import (
+    ALIAS_COLUMNS,
     ANSWER_COLUMNS,
     Question,
     RecordLocation,
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 DELIMITERS = (",", "\t", ";")
 """What may divide the columns of a csv."""
+SPLIT_NAMES = ("train", "training", "dev", "val", "validation", "valid", "test")
+"""Names of files that are the split of their rows, where several files are given."""
 UNNAMED = "\0"
 """Beginning of the names of columns without one, which no header has."""
 
@@ -52,7 +56,9 @@ def build(options: OwnOptions) -> int:
     write_prompt = prompt_writer(PromptStyle.SEARCH, options.template_type)
     names = options.data_sources.split(",") if options.data_sources else ()
     all_questions = valid_questions(read_files(options), drop_bad=options.drop_bad_rows)
-    questions = assign_splits(select(all_questions, names), options.test_share, options.seed)
+    chosen = select(all_questions, names)
+    _check_splits(chosen)
+    questions = assign_splits(chosen, options.test_share, options.seed)
     for split in sorted({question.split for question in questions}):
         of_split = [question for question in questions if question.split == split]
         rows = make_rows(of_split, write_prompt, split, keep_extra=True)
@@ -81,7 +87,9 @@ def build_corpus(options: CorpusOptions) -> int:
 def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
     """Yield the questions and bad rows of all files. Raises DataError."""
     for path in options.files:
-        source = options.data_source or path.stem
+        source, split = options.data_source or path.stem, options.split
+        if len(options.files) > 1 and path.stem.lower() in SPLIT_NAMES:
+            split = split or path.stem.lower()
         if path.suffix.lower() in (".csv", ".tsv"):
             records = _read_csv(path, options.answer_separator)
         else:
@@ -89,7 +97,18 @@ def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
         for number, record in records:
             if number == 0 and isinstance(record, dict) and path.suffix.lower() == ".parquet":
                 _check_names(path, list(record))
-            yield read_question(record, RecordLocation(str(path), number, source, options.split))
+            yield read_question(record, RecordLocation(str(path), number, source, split))
+
+
+def _check_splits(questions: Sequence[Question]) -> None:
+    """Raise ConfigError if some files name a split, and questions of others are to be divided."""
+    named = next((q.location.file for q in questions if q.location.split), None)
+    divided = next((q.location.file for q in questions if not q.split), None)
+    if named is not None and divided is not None:
+        got = f"{divided} without splits beside {named}, whose name is one"
+        expected = f"a split for all files or for none; names of splits: {', '.join(SPLIT_NAMES)}"
+        fix = "rename one, build them apart with --split, or give their rows a column split"
+        raise ConfigError(explain("FILE", got, expected, fix))
 
 
 def assign_splits(
@@ -207,9 +226,13 @@ def _csv_record(
     if path.suffix.lower() == ".tsv" and any(re.search("[\t\n]", str(v)) for v in record.values()):
         fix = f"double the quotation marks within fields, or drop them (up to line {line})"
         return BadRow.at(str(path), number, "", "a field over several", "a field a tab", fix)
-    value = record[column]
+    columns = (column, *(name for name in ALIAS_COLUMNS if name in record))
+    return {**record, **{name: _split_answers(record[name], separator) for name in columns}}
+
+
+def _split_answers(value: object, separator: str) -> object:
+    """Return the answers of a field as a list."""
     if isinstance(value, str) and (value.strip() in MISSING_CELLS or is_structure(value)):
-        return record  # `read_question` reads it, or says what is missing
+        return value  # `read_question` reads it, or says what is missing
     parts = value.split(separator) if isinstance(value, str) and separator else [value]
-    answers = [part.strip() if isinstance(part, str) else part for part in parts]
-    return {**record, column: answers}
+    return [part.strip() if isinstance(part, str) else part for part in parts]

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
-
 from search_r1.agent_server.responses import ApiError
 from search_r1.gateway.messages import CompletionRequest
 from search_r1.gateway.replies import Answered
@@ -26,7 +24,7 @@ from verl.agent.grammar import Grammar
 from verl.agent.native import MARK
 from verl.agent.tags import neutralize
 from verl.data.outside import neutral_row, strings_of_rows
-from verl.data.prompts import render
+from verl.data.prompts import TEMPLATE_ERRORS, render
 from verl.data.rows import Row
 from verl.errors import DataError
 from verl.types import Completion, Origin, Segment
@@ -73,7 +71,7 @@ class Renderer:
             text = str(self.tokenizer.apply_chat_template(
                 shown, tokenize=False, add_generation_prompt=True
             ))  # fmt: skip
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             text = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, text, param="messages") from error
         # What the policy sampled to end its turn is in its segment, and is not written twice.

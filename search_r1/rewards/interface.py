@@ -50,7 +50,7 @@ class RewardInput:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """The column ``extra_info`` of the row."""
     row_truth: Any = None
-    """The ground truth as the row has it: a text, a list, or ``{"target": [...]}``."""
+    """The ground truth as the row has it: text, list or object such as ``{"target": [...]}``."""
     normalize: Normalize = normalize_answer
     """The rule of ``reward_model.normalize``, by which answers are compared."""
     stats: Mapping[str, float] = field(default_factory=dict)

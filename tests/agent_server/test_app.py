@@ -44,7 +44,7 @@ def ask(url: str, messages: Any = None, **more: Any) -> Any:
 
 def prompt_of(engine: ScriptedEngine) -> str:
     """Return the first prompt without its end-of-sequence token."""
-    return ByteTokenizer().decode(engine.requests[0].prompt_ids[:-1])
+    return ByteTokenizer().decode(engine.requests[0].prompt_ids)
 
 
 def test_an_answer_with_its_searches() -> None:
@@ -57,7 +57,7 @@ def test_an_answer_with_its_searches() -> None:
     facts = choice.message.search_r1
     assert (facts["searches"], facts["status"], facts["turns"]) == (SEARCHES, "answered", 3)
     assert facts["observation_tokens"] > 0
-    num_prompt = len(SHORT.user_prompt(QUESTION)) + 1
+    num_prompt = len(SHORT.user_prompt(QUESTION))
     assert got.usage.prompt_tokens == num_prompt
     assert got.usage.completion_tokens == len("".join(TWO_SEARCHES))
     assert got.usage.total_tokens == num_prompt + got.usage.completion_tokens

@@ -88,6 +88,12 @@ READ: dict[str, tuple[Form, tuple[str, ...]]] = {
     "TriviaQA of the hub": (jsonl("q.jsonl", {"question": "who", "answer": {
         "value": "Ada", "aliases": ["Ada", "L"], "normalized_aliases": [], "type": "W"}}),
         ("Ada", "L")),
+    "ComplexWebQuestions": (jsonl("q.jsonl", {"question": "who", "answers": [
+        {"answer_id": "m.0", "aliases": ["Lovelace"], "answer": "Ada"}]}), ("Ada", "Lovelace")),
+    "aliases in a csv": (text("q.csv", "question,answer,aliases\nwho,Ada|A,L|Lady\n"),
+                         ("Ada", "A", "L", "Lady")),
+    "aliases of a list in a csv": (text("q.csv", f'question,answer,aliases\nwho,"{CELL}",L|A\n'),
+                                   ("Ada", "Lovelace", "L", "A")),
     "Bamboogle": (text("q.csv", "Question,Answer\nwho,Ada\n"), ("Ada",)),
     "NQ-open": (jsonl("q.jsonl", {"question": "who", "answer": ["Ada"]}), ("Ada",)),
     "SQuAD of the hub": (table({"question": "who", "answers": {"text": ["Ada"],
@@ -166,6 +172,8 @@ REFUSED: dict[str, tuple[Form, str]] = {
                                    "column of the answers"),
     "TriviaQA's test set": (jsonl("q.jsonl", {**ROW, "answer": {"value": "<unk>", "aliases": []}}),
                             "drop the row"),
+    "an answer under an unknown key beside aliases": (jsonl("q.jsonl", {**ROW, "answer": {
+        "title": "Ada", "aliases": ["L"]}}), "write each answer as text"),
     "a key twice": (text("q.jsonl", '{"question": "who", "answer": "Ada", "answer": "Bob"}\n'),
                     "correct line 1"),
     "a csv column twice": (text("q.csv", "question,answer,answer\nwho,Ada,Bob\n"), "drop one"),
@@ -292,12 +300,12 @@ ROWS_REFUSED: dict[str, tuple[Form, str]] = {
 
 @pytest.mark.parametrize("name", ROWS_READ)
 def test_a_row_file_of_the_field_is_read(name: str, tmp_path: Path) -> None:
-    """Prompt, answers and further values are those that were saved, and their form is known."""
+    """Prompt, answers and further values are those that were saved, and nothing is kept twice."""
     file, write = ROWS_READ[name]
     write(tmp_path / file)
     (row,) = load_rows(str(tmp_path / file))
     assert (row.prompt, row.ground_truth, row.data_source) == (tuple(PROMPT), ("Ada", "L"), "nq")
-    assert (row.extra_info, row.truth_form) == ({"index": 7}, "target")
+    assert (row.extra_info, row.row_truth) == ({"index": 7}, None)
 
 
 @pytest.mark.parametrize("name", ROWS_REFUSED)

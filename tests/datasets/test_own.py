@@ -1,6 +1,7 @@
 """A user's own questions: csv and jsonl, divided into splits by their words."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,48 @@ def test_rows_with_own_splits_and_sets(tmp_path: Path) -> None:
     }  # fmt: skip
     assert main([*files, "--local_dir", str(tmp_path / "nq"), "--data_sources", "nq"]) == 0
     assert [row["id"] for row in read(tmp_path / "nq" / "train.parquet")] == ["nq_a"]
+
+
+def write_questions(path: Path, num: int, **columns: str) -> str:
+    """Write questions with the file's name in their words."""
+    name = path.stem
+    rows = [{"question": f"{name} {n}", "answer": "b", **columns} for n in range(num)]
+    return write(path, rows)
+
+
+def splits_of(folder: Path) -> dict[str, Counter[str]]:
+    """Return the first words of the questions in each file that was written."""
+    return {path.name: Counter(row["question"].split()[0] for row in read(path))
+            for path in folder.glob("*.parquet")}  # fmt: skip
+
+
+def test_the_names_of_several_files_are_their_splits(tmp_path: Path) -> None:
+    """As a column would be; the questions of one file, or of other names, are divided."""
+    train = write_questions(tmp_path / "train.jsonl", 30)
+    dev = write_questions(tmp_path / "Dev.jsonl", 30)
+    own = write_questions(tmp_path / "own.jsonl", 10, split="test")
+    assert main([train, dev, own, "--local_dir", str(tmp_path / "all")]) == 0
+    assert splits_of(tmp_path / "all") == {
+        "train.parquet": {"train": 30}, "dev.parquet": {"Dev": 30}, "test.parquet": {"own": 10},
+    }  # fmt: skip
+    assert read(tmp_path / "all" / "dev.parquet")[0]["extra_info"]["source_split"] == "dev"
+    assert main([train, dev, "--split", "test", "--local_dir", str(tmp_path / "one")]) == 0
+    assert splits_of(tmp_path / "one") == {"test.parquet": {"train": 30, "Dev": 30}}
+    assert main([train, "--local_dir", str(tmp_path / "divided")]) == 0
+    assert splits_of(tmp_path / "divided") == {
+        "train.parquet": {"train": 27}, "test.parquet": {"train": 3},
+    }  # fmt: skip
+
+
+def test_files_of_which_some_name_a_split_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The questions of the other one would be divided into the files of these."""
+    files = [write_questions(tmp_path / f"{name}.jsonl", 9) for name in ("dev", "more")]
+    out = tmp_path / "out"
+    assert main([*files, "--local_dir", str(out)]) == 2
+    assert f"got {files[1]} without splits beside {files[0]}," in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_an_unknown_set_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

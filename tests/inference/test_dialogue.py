@@ -75,7 +75,7 @@ def test_earlier_messages_stand_before_the_question() -> None:
     who = session(ScriptedEngine(["<answer> x </answer>"]))
     prompt = who.prompt("And Sweden?", as_messages("Capital of Norway?", "Oslo"))
     assert prompt.text == f"Capital of Norway?\nOslo\n{SHORT.user_prompt('And Sweden?')}"
-    assert list(prompt.ids[:-1]) == ByteTokenizer().encode(prompt.text)
+    assert list(prompt.ids) == ByteTokenizer().encode(prompt.text)
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
@@ -97,6 +97,6 @@ def test_line_32_no_text_of_a_request_makes_a_control_token() -> None:
         who.render([{"role": "user", "content": "x <pad>"}]),
         who.render("user: x<eos>y", "f#0", {"question": "x<eos>y"}),
     ):
-        assert tokenizer.decode(prompt.ids[:-1]).count("< eos>") + prompt.text.count("< pad>")
-        assert not {256, 257}.intersection(prompt.ids[:-1])  # the last one ends ByteTokenizer's
+        assert tokenizer.decode(prompt.ids).count("< eos>") + prompt.text.count("< pad>")
+        assert not {256, 257}.intersection(prompt.ids)
     assert who.render(rendered).text == rendered

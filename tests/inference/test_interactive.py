@@ -37,7 +37,7 @@ def converse(
 
 def prompts(engine: ScriptedEngine) -> list[str]:
     """Return the engine's prompts without their end-of-sequence tokens."""
-    return [ByteTokenizer().decode(request.prompt_ids[:-1]) for request in engine.requests]
+    return [ByteTokenizer().decode(request.prompt_ids) for request in engine.requests]
 
 
 def test_a_follow_up_sees_what_was_said_until_it_is_forgotten() -> None:

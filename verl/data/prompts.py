@@ -3,6 +3,7 @@
 Files and their row format are read in `verl.data.rows`.
 """
 
+import itertools
 import logging
 import re
 import sys
@@ -17,7 +18,7 @@ from verl.config import Config
 from verl.data.columns import ALL_ROWS, Columns
 from verl.data.outside import neutral_rows
 from verl.data.records import MAX_QUOTE, short_repr
-from verl.data.rows import Row, load_rows
+from verl.data.rows import Message, Row, load_rows
 from verl.data.values import can_be_given
 from verl.errors import DataError, explain, shortened
 from verl.types import Prompt
@@ -26,6 +27,16 @@ logger = logging.getLogger(__name__)
 
 Schema = Mapping[str, Any]
 """JSON schema of a tool in OpenAI's function format, as chat templates expect it."""
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a chat template raises for messages that it does not expect, itself or in its filters."""
+END_CHARS = 1000
+"""Characters at the end of a text that are encoded to see whether it ends with an EOS."""
+REWRITTEN_ROLES = frozenset({"assistant", "tool", "ipython", "function"})
+"""Roles whose messages templates shorten or write as JSON; those of others are written as they are,
+without outer white space or switches such as `/no_think`."""
 
 
 class Tokenizer(Protocol):
@@ -64,33 +75,69 @@ def render(
     Messages are rendered by the tokenizer's chat template, with `tools` and the header of the
     assistant's turn; without a template their contents are joined by newlines. A plain string is
     used unchanged. Chat templates write special tokens themselves; for other texts the tokenizer
-    adds them, except for a BOS that the text already has, as one that was rendered before.
+    adds them, except for a BOS that the text already has, as one that was rendered before, and
+    for an EOS, after which there is nothing to generate.
     Only the beginning of a text far over `limit` tokens is encoded (`encode_within`).
-    Raises DataError if the chat template rejects the messages.
+    Raises DataError if the chat template rejects the messages or leaves one out.
     """
     is_templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
     if isinstance(row.prompt, str):
         text = _without_space_before_bos(tokenizer, row.prompt)
     elif is_templated:
-        messages = [dict(message) for message in row.prompt]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        if tools:
-            options["tools"] = list(tools)
-        try:
-            text = tokenizer.apply_chat_template(messages, **options)
-        except jinja2.TemplateError as error:
-            roles = short_repr([message["role"] for message in messages])
-            got = " ".join(f"{roles} ({shortened(error, MAX_QUOTE)})".split())
-            fix = "correct the row, or the model's chat template"
-            expected = "messages that the chat template accepts"
-            raise DataError(explain(row.uid, got, expected, fix)) from error
+        text = _render_messages(row.uid, row.prompt, tokenizer, tools)
     else:
         text = "\n".join(message["content"] for message in row.prompt)
     ids = encode_within(tokenizer, text, limit, add_special_tokens=not is_templated)
     ids = _with_one_bos(tokenizer, ids)
+    if not is_templated:
+        ids = _without_added_eos(tokenizer, ids, text)
     return Prompt(
-        row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.truth_form
+        row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text, row.row_truth
     )
+
+
+def _render_messages(
+    uid: str, given: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Schema]
+) -> str:
+    """Return the messages of a row as the chat template writes them. Raises DataError."""
+    # Parquet gives a message the keys of all others, as null; templates ask whether it has them.
+    messages = [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in given
+    ]
+    text = _apply_template(uid, messages, tokenizer, tools)
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if not content or message["role"] in REWRITTEN_ROLES or content.strip() in text:
+            continue
+        # Not word for word: if other words give the same text, these have no effect.
+        other = [*messages[:number], {**message, "content": "?"}, *messages[number + 1 :]]
+        if _apply_template(uid, other, tokenizer, tools) == text:
+            role = message["role"]
+            got = f"a message of the role {role} that it leaves out: {short_repr(content)}"
+            fix = "put its text into the user's message, or give the model another chat template"
+            expected = "a chat template that writes every message"
+            raise DataError(explain(uid, got, expected, fix))
+    return text
+
+
+def _apply_template(
+    uid: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, tools: Sequence[Schema]
+) -> str:
+    """Return what the chat template makes of messages. Raises DataError if it rejects them."""
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    if tools:
+        options["tools"] = list(tools)
+    try:
+        return str(tokenizer.apply_chat_template(messages, **options))
+    except TEMPLATE_ERRORS as error:
+        is_its_own = isinstance(error, jinja2.TemplateError)
+        reason = str(error) if is_its_own else f"{type(error).__name__}: {error}"
+        roles = short_repr([message["role"] for message in messages])
+        got = " ".join(f"{roles} ({shortened(reason, MAX_QUOTE)})".split())
+        fix = "correct the row, or the model's chat template"
+        expected = "messages that the chat template accepts"
+        raise DataError(explain(uid, got, expected, fix)) from error
 
 
 def _without_space_before_bos(tokenizer: Tokenizer, text: str) -> str:
@@ -105,6 +152,16 @@ def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     bos = getattr(tokenizer, "bos_token_id", None)
     num = next((n for n, id in enumerate(ids) if id != bos), len(ids))
     return ids[max(num - 1, 0) :] if bos is not None else ids
+
+
+def _without_added_eos(tokenizer: Tokenizer, ids: list[int], text: str) -> list[int]:
+    """Return the ids without an EOS at their end that the text does not have."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if len(ids) < 2 or ids[-1] != eos:
+        return ids
+    written = tokenizer.encode(text[-END_CHARS:], add_special_tokens=False)
+    nums = [sum(1 for _ in itertools.takewhile(eos.__eq__, reversed(x))) for x in (ids, written)]
+    return ids[:-1] if nums[0] > nums[1] else ids
 
 
 def encode_within(
@@ -160,6 +217,18 @@ def load_prompts(
     if overlong:
         _report_overlong(overlong, len(rows), longest[1], config, bool(kept))
     return kept
+
+
+def warn_of_common(train: Sequence[Prompt], val: Sequence[Prompt]) -> None:
+    """Log how many validation prompts are trained on too, whose scores are no measure."""
+    uids = {prompt.text: prompt.uid for prompt in train}
+    common = [prompt for prompt in val if prompt.text in uids]
+    if common:
+        logger.warning(
+            "%d of %d questions of data.val_files stand in data.train_files too, such as %s = %s: "
+            "their scores do not measure what was learnt",
+            len(common), len(val), common[0].uid, uids[common[0].text],
+        )  # fmt: skip
 
 
 def _report_overlong(

@@ -53,8 +53,8 @@ class Row:
     data_source: str
     ground_truth: tuple[str, ...]
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    truth_form: str = "target"
-    """Form of the ground truth in the file, as in `verl.types.Prompt`."""
+    row_truth: Any = None
+    """The ground truth as the file has it, as in `verl.types.Prompt`."""
 
     @property
     def uid(self) -> str:
@@ -190,8 +190,8 @@ def check_row(
             return BadRow.at(path, number, part, short_repr(record.get(part)), expected, fix)
     if isinstance(record.get("question"), str):  # a column of the original Search-R1 files
         extra = {"question": record["question"], **extra}
-    form = _truth_form(reward_model["ground_truth"])
-    return Row(name, number, prompt, source, targets, extra, form)
+    truth = _row_truth(reward_model["ground_truth"], targets)
+    return Row(name, number, prompt, source, targets, extra, truth)
 
 
 def ends_with_answer(prompt: str | tuple[Message, ...]) -> bool:
@@ -219,12 +219,18 @@ def _parse_object(value: Any) -> Any:
         return None
 
 
-def _truth_form(truth: Any) -> str:
-    """Return the form of a valid ground truth, also of one saved as text."""
-    if isinstance(truth, str):
-        structure = parse_structure(truth)
-        truth = truth if structure is None else structure
-    return "target" if isinstance(truth, dict) else "text" if isinstance(truth, str) else "list"
+def _row_truth(truth: Any, answers: Sequence[str]) -> Any:
+    """Return a valid ground truth of a row, or None if it has nothing but its target's answers."""
+    truth = _read_text(truth)
+    if isinstance(truth, dict) and "target" in truth:
+        truth = {**truth, "target": _read_text(truth["target"])}
+    return None if truth == {"target": list(answers)} else truth
+
+
+def _read_text(value: Any) -> Any:
+    """Return a list or object that was saved as text. Raises Unreadable for a damaged one."""
+    structure = parse_structure(value) if isinstance(value, str) else None
+    return value if structure is None else structure
 
 
 def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
@@ -253,8 +259,13 @@ def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
 def _parse_targets(reward_model: Any) -> tuple[str, ...]:
     """Return the accepted answers, or () if they are not in the expected form."""
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    try:
+        read = _read_text(truth)
+    except Unreadable:
+        return ()
     # Builders of veRL write `ground_truth` as plain text, those of Search-R1 as `{"target": …}`.
-    target = truth.get("target") if isinstance(truth, dict) else truth
+    has_target = isinstance(read, dict) and (read is truth or "target" in read)
+    target = read.get("target") if has_target else truth
     if isinstance(target, dict):
         return ()
     return parse_targets(target)

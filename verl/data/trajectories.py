@@ -199,7 +199,7 @@ def make_row(
     return {
         "step": step, "step_size": step_size, "uid": prompt.uid, "data_source": prompt.data_source,
         "question": prompt.extra_info.get("question", ""),
-        "ground_truth": list(prompt.ground_truth), "truth_form": prompt.truth_form,
+        "ground_truth": list(prompt.ground_truth), "row_truth": prompt.row_truth,
         "extra_info": dict(prompt.extra_info),
         **asdict(trajectory.draw),
         "status": trajectory.status.value, "score": reward.score,
@@ -238,7 +238,7 @@ def parse_row(location: str, row: Any) -> RecordedTrajectory:
         start = segments[0]
         prompt = Prompt(
             row["uid"], start.ids, row["data_source"], _parse_truth(row["ground_truth"]),
-            dict(row["extra_info"]), start.text, row.get("truth_form", Prompt.truth_form),
+            dict(row["extra_info"]), start.text, _parse_row_truth(row),
         )  # fmt: skip
         trajectory = Trajectory(
             prompt, segments, Status(row["status"]), dict(row["stats"]),
@@ -258,6 +258,14 @@ def _parse_truth(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(answer, str) for answer in value):
         raise ValueError("ground_truth, which is not a list of texts")
     return tuple(value)
+
+
+def _parse_row_truth(row: Mapping[str, Any]) -> Any:
+    """Return the ground truth of the row; files of an earlier version have only its form."""
+    form, answers = row.get("truth_form", "target"), row["ground_truth"]
+    if "row_truth" in row or form == "target":
+        return row.get("row_truth")
+    return answers[0] if form == "text" and len(answers) == 1 else answers
 
 
 def _parse_segment(row: Mapping[str, Any]) -> Segment:

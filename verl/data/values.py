@@ -13,7 +13,7 @@ import math
 import re
 import string
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_STRUCTURE_CHARS = 2**20
@@ -24,8 +24,18 @@ MISSING_CELLS = frozenset({"", "nan", "NaN", "NaT", "<NA>", "None", "null", "#N/
 """What pandas, Python, JSON, Excel and TriviaQA write where no value is, in their spelling."""
 MISSING_ITEMS = MISSING_CELLS - {"None", "null"}
 """The same for the items of a real list, where published sets have `None` as an answer."""
-ANSWER_KEYS = ("target", "text", "value", "aliases", "normalized_aliases", "normalizedaliases")
-"""Keys of objects that hold answers (Search-R1, SQuAD, TriviaQA), in lower case."""
+MAIN_KEYS = (
+    "target", "text", "value", "answer", "answer_text", "entity_name", "entityname",
+)  # fmt: skip
+"""Keys of an object's own answer (Search-R1, SQuAD, TriviaQA, ComplexWebQuestions, QAMPARI, GrailQA
+and WebQSP), in lower case."""
+NAME_KEYS = ("name", "label")
+"""Keys of which one holds it where no other does; beside another they may name anything."""
+ALIAS_KEYS = (
+    "aliases", "normalized_aliases", "normalizedaliases", "alias", "answer_aliases", "answer_alias",
+    "synonyms",
+)  # fmt: skip
+"""Keys of an object's further accepted answers."""
 _WRAPPERS = frozenset({"array", "str_", "int64", "int32", "float64", "float32", "bool_"})
 """Names of NumPy around a value in its `repr`, as in `np.str_('Ada')`."""
 _OPENS = re.compile(r"""(?:np\.|numpy\.)?(?:array\(|[\[({])[\s\[({]*["']""")
@@ -204,12 +214,30 @@ def can_be_given(answer: str) -> bool:
 
 
 def _object_answers(value: Mapping[str, Any], numbers: bool) -> Iterator[str]:
+    """Yield the answers of an object. Raises Unreadable if its own one may be under another key."""
     by_key = {str(key).lower(): item for key, item in value.items()}
-    if not by_key.keys() & set(ANSWER_KEYS):
-        raise Unreadable("an object with target, text, or value and aliases")
-    for key in ANSWER_KEYS:
-        if key in by_key:
-            yield from _answers(by_key[key], MISSING_CELLS, numbers)
+    others = by_key.keys() - {*MAIN_KEYS, *NAME_KEYS, *ALIAS_KEYS}
+    if len(others) == len(by_key):
+        raise Unreadable("an object with answer, target, text, or value and aliases")
+
+    def read(keys: Sequence[str], numbers: bool) -> list[str]:
+        items = [by_key[key] for key in keys if key in by_key]
+        return [answer for item in items for answer in _answers(item, MISSING_CELLS, numbers)]
+
+    own = read(MAIN_KEYS, numbers)
+    names = [key for key in NAME_KEYS if by_key.get(key) not in (None, "")]
+    if not own and len(names) == 1:
+        own = read(names, numbers=False)
+    if not own and any(_has_text(by_key[key]) for key in (*others, *names)):
+        raise Unreadable("an object whose own answer, beside its aliases, is under the key answer")
+    yield from own + read(ALIAS_KEYS, numbers)
+
+
+def _has_text(value: Any) -> bool:
+    """Whether a value of an object, or an item of it, is text that may be an answer."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_text, value))
+    return isinstance(value, str) and value.strip() not in MISSING_CELLS
 
 
 def parse_messages(text: str) -> Any:

@@ -26,7 +26,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data.columns import Columns
 from verl.data.outside import strings_of_rows
-from verl.data.prompts import load_prompts
+from verl.data.prompts import load_prompts, warn_of_common
 from verl.data.sampler import num_batches
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer
@@ -150,6 +150,8 @@ def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Pr
     )
     val = load_prompts(config, data.val_files, data.val_data_num, tokenizer, *wording)
     check_prompts(format, itertools.chain(train, val), config.agent.name)
+    if not config.trainer.val_only:
+        warn_of_common(train, val)
     return train, val
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,28 @@ def test_each_segment_has_its_part_of_the_signals(tmp_path: Path) -> None:
     assert second == plain[1]
     without, with_signals = (read_step(tmp_path / name, 1) for name in ("plain", "signals"))
     assert [str(t) for t in without] == [str(t) for t in with_signals]
+
+
+@pytest.mark.parametrize("truth", [None, "a", ["a"], {"target": "a", "must_cite": ["doc7"]}])
+def test_a_recorded_row_has_the_ground_truth_of_its_row(truth: Any, tmp_path: Path) -> None:
+    """Scored again, it is what the reward got."""
+    trajectory = dialogue(0, 3)
+    prompt = replace(trajectory.prompt, row_truth=truth)
+    write_step(tmp_path, 1, [replace(trajectory, prompt=prompt)], [Reward(0.0)])
+    assert read_step(tmp_path, 1)[0].trajectory.prompt == prompt
+
+
+@pytest.mark.parametrize(("form", "truth"), [("text", "a"), ("list", ["a"]), ("target", None)])
+def test_a_row_of_an_earlier_version_has_the_form_of_its_ground_truth(
+    form: str, truth: Any, tmp_path: Path
+) -> None:
+    """Its files have only the form of the row, and the answers."""
+    write_step(tmp_path, 1, [dialogue(0, 3)], [Reward(0.0)])
+    path = step_path(tmp_path, 1)
+    row = json.loads(path.read_text())
+    del row["row_truth"]
+    path.write_text(json.dumps({**row, "truth_form": form}))
+    assert read_step(tmp_path, 1)[0].trajectory.prompt.row_truth == truth
 
 
 @pytest.mark.parametrize(

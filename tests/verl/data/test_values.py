@@ -78,6 +78,40 @@ def test_line_31_what_cannot_be_read_is_refused(value: object) -> None:
     assert parse_targets(value) == ()
 
 
+MAIN_AND_ALIASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"answer_id": "m.0", "answer": "Jamaica", "aliases": ["JM"]}, ("Jamaica", "JM")),
+    ({"answer_text": "Jamaica", "aliases": ["JM"], "aid": "a1"}, ("Jamaica", "JM")),
+    ({"name": "New York City", "aliases": ["NYC"]}, ("New York City", "NYC")),
+    ({"id": "Q1", "label": "Jamaica", "synonyms": ["JM"]}, ("Jamaica", "JM")),
+    ({"AnswerArgument": "m.0", "EntityName": "Jamaica"}, ("Jamaica",)),
+    ({"text": None, "answer": "Jamaica", "label": "place"}, ("Jamaica",)),
+    ({"text": "Jamaica", "label": "place", "name": "x"}, ("Jamaica",)),
+    ({"aliases": ["JM"], "normalized_aliases": ["jm"]}, ("JM", "jm")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "answers"), MAIN_AND_ALIASES)
+def test_line_31_an_object_gives_its_own_answer_and_its_aliases(
+    value: dict[str, Any], answers: tuple[str, ...]
+) -> None:
+    """Under the names that published sets use, real or saved as text, alone or in a list."""
+    assert read_answers(value) == read_answers([value]) == answers
+    assert read_answers(json.dumps([value])) == answers
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"aliases": ["JM"], "title": "Jamaica"}, {"aliases": ["JM"], "names": ["Jamaica"]},
+     {"value": "", "aliases": ["JM"], "canonical": "Jamaica"},
+     {"AnswerArgument": "2012", "EntityName": None}, {"name": "Q766", "label": "Jamaica"},
+     {"label": {"en": "Jamaica"}}, {"aliases": ["JM"], "label": 3}],
+)  # fmt: skip
+def test_line_31_an_object_whose_own_answer_may_be_lost_is_refused(value: dict[str, Any]) -> None:
+    """Its aliases alone would make the right answer wrong."""
+    with pytest.raises(Unreadable):
+        read_answers(value)
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), "nan", "NaT", "<NA>", "None", "[]", " ", [],
                                    "[None]", ["nan"], "['']"])  # fmt: skip
 def test_line_31_missing_values_are_no_answers(value: object) -> None:
