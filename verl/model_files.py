@@ -213,6 +213,16 @@ def weights_fingerprint(base: str, like: str | None = None) -> str:
     return f"{FINGERPRINT_FORM}{layout.hexdigest()[:8]}:{content.hexdigest()[:16]}"
 
 
+def are_other_weights(first: str, second: str) -> bool:
+    """Whether two fingerprints are certainly of different weights.
+
+    So they are if the files have the same names and sizes; the same weights may also be written
+    to other files, or in another dtype. Fingerprints of an earlier form do not say.
+    """
+    layouts = {first.rpartition(":")[0], second.rpartition(":")[0]}
+    return first != second and len(layouts) == 1 and first.startswith(FINGERPRINT_FORM)
+
+
 def _fingerprinted(size: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and length of the parts of a file of `size` bytes that are read."""
     yield from ((0, FINGERPRINT_BYTES), (max(0, size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
