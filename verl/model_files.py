@@ -37,8 +37,15 @@ from verl.remote_code import trusts_remote_code
 
 FIX = "download it again, or give the model that the files belong to"
 MAPPED_FILES = "model*.safetensors"
+FINGERPRINT_FORM = "2:"
+"""Beginning of fingerprints of weights; the hash of names and sizes, `:` and that of the content
+follow. Without it, they are of an earlier form."""
 FINGERPRINT_BYTES = 1 << 20
 """Bytes at each end of a weight file that go into its fingerprint."""
+NUM_SAMPLES, SAMPLE_BYTES = 257, 4096
+"""Equal parts of a weight file, and bytes at the beginning of each that go into its fingerprint.
+The number is a prime: were it a multiple of that of the layers, samples would fall on the same few
+matrices in each."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes, as safetensors headers name them."""
 QUESTION = "Where is Oslo?"
@@ -183,12 +190,50 @@ def check_weights(
         return int(lm.get_input_embeddings().weight.shape[0])
 
 
-def weights_fingerprint(base: str) -> str:
-    """Return a short hash of a model folder's weight files: names, sizes, and both ends of each."""
+def weights_fingerprint(base: str, like: str | None = None) -> str:
+    """Return a short hash of a model folder's weight files: names, sizes and parts of the content.
+
+    Given a saved fingerprint, `like`, the result has its form, so that it can be compared. A hub
+    name, which has no local files, is its own fingerprint.
+    """
+    if like is not None and not like.startswith(FINGERPRINT_FORM):
+        return _earlier_fingerprint(base)
+    folder = Path(base).expanduser()
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*model*.bin"))
+    if not files:
+        return base
+    layout, content = hashlib.sha256(), hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        layout.update(f"{path.name} {size} ".encode())
+        with path.open("rb", buffering=0) as file:
+            for offset, num_bytes in _fingerprinted(size):
+                file.seek(offset)
+                content.update(file.read(num_bytes))
+    return f"{FINGERPRINT_FORM}{layout.hexdigest()[:8]}:{content.hexdigest()[:16]}"
+
+
+def are_other_weights(first: str, second: str) -> bool:
+    """Whether two fingerprints are certainly of different weights.
+
+    So they are if the files have the same names and sizes; the same weights may also be written
+    to other files, or in another dtype. Fingerprints of an earlier form do not say.
+    """
+    layouts = {first.rpartition(":")[0], second.rpartition(":")[0]}
+    return first != second and len(layouts) == 1 and first.startswith(FINGERPRINT_FORM)
+
+
+def _fingerprinted(size: int) -> Iterator[tuple[int, int]]:
+    """Yield the offset and length of the parts of a file of `size` bytes that are read."""
+    yield from ((0, FINGERPRINT_BYTES), (max(0, size - FINGERPRINT_BYTES), FINGERPRINT_BYTES))
+    if size > 2 * FINGERPRINT_BYTES:
+        yield from ((size * i // NUM_SAMPLES, SAMPLE_BYTES) for i in range(1, NUM_SAMPLES))
+
+
+def _earlier_fingerprint(base: str) -> str:
+    """Return the fingerprint as it was until 2026-11-30: names, sizes and the ends of each file."""
     digest = hashlib.sha256()
     files = sorted(Path(base).expanduser().glob("*.safetensors"))
-    if not files:  # a hub name has no local files
-        return base
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
@@ -196,7 +241,7 @@ def weights_fingerprint(base: str) -> str:
             digest.update(file.read(FINGERPRINT_BYTES))
             file.seek(max(0, size - FINGERPRINT_BYTES))
             digest.update(file.read(FINGERPRINT_BYTES))
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:16] if files else base
 
 
 def indexed_files(index: Path) -> set[str]:

@@ -11,6 +11,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PretrainedConfig
 
 from search_r1.inference.adapter_folder import base_model_of
+from verl.adapter_base import check_base
 from verl.agent.settings import copy_settings
 from verl.model_files import (
     ModelProblem,
@@ -28,13 +29,14 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     """Merge the adapter into the base model, write the result in `dtype` to `out`; return `out`.
 
     `search_r1.json` is copied from the adapter, or else from the base. Raises ModelError if the
-    folder has no adapter, or an adapter of another model.
+    folder has no adapter, or an adapter of another model (`check_base`).
     """
     subject, expected = f"--adapter {adapter}", f"an adapter that fits {base}"
-    trained_on = base_model_of(adapter) or "not recorded"
-    fix = f"give --model the model that it was trained on: {trained_on}"
+    named = base_model_of(adapter)
+    fix = f"give --model the model that it was trained on: {named or 'not recorded'}"
     # The sum of a quantized model and an adapter is not what the adapter was trained with.
     check_unquantized("--model", str(base), PretrainedConfig.get_config_dict(base)[0])
+    check_base(subject, adapter, base, named)
     lm = load_causal_lm(str(base), attention=None)
     with model_errors(str(base), "", subject, expected, fix), quiet_transformers():
         settings = PeftConfig.from_pretrained(str(adapter))

@@ -20,6 +20,7 @@ from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session
 from tests.bad_models import bytes_of, entry, gone, text, whole_model
+from verl.adapter_base import write_base
 from verl.errors import ConfigError, ModelError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
@@ -149,6 +150,20 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, b
     with (
         pytest.raises(ModelError, match=f"was trained on: {base}"),
         model_folder(str(tmp_path), "float32", str(adapter)),
+    ):
+        pass
+
+
+def test_an_adapter_of_other_weights_is_refused(adapter: Path, base: Path, tmp_path: Path) -> None:
+    """They have the shapes that the adapter fits; a run notes what it trained on beside it."""
+    folder = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    write_base(folder, str(base))
+    with model_folder(str(base), "float32", str(folder)) as merged:
+        assert (merged / "config.json").is_file()
+    other = whole_model(tmp_path / "other", seed=1)
+    with (
+        pytest.raises(ModelError, match=f"--adapter {folder}: .*was trained on: {base}"),
+        model_folder(str(other), "float32", str(folder)),
     ):
         pass
 

@@ -42,6 +42,7 @@ from verl.model_files import (
     load_tokenizer,
     num_positions,
     tokenizer_identity,
+    weights_fingerprint,
 )
 
 
@@ -321,3 +322,32 @@ def test_tokenizer_identity_depends_on_behaviour(copy: Path, whole: Path) -> Non
         assert identity() not in seen
         assert identity()["chat_template"] == first["chat_template"]
         seen.append(identity())
+
+
+@pytest.mark.parametrize("name", [
+    "model.safetensors", "pytorch_model.bin", "model-00002-of-2.safetensors",
+])  # fmt: skip
+def test_other_weights_inside_a_file_have_another_fingerprint(tmp_path: Path, name: str) -> None:
+    """Also if both ends of the file are the same: here 1 % of each of 40 layers has changed."""
+    content = bytearray(24 << 20)
+    (tmp_path / name).write_bytes(content)
+    first = weights_fingerprint(str(tmp_path))
+    earlier = weights_fingerprint(str(tmp_path), "9a38")
+    for layer in range(40):
+        start = (2 << 20) + layer * (20 << 20) // 40
+        content[start : start + (20 << 20) // 4000] = b"x" * ((20 << 20) // 4000)
+    (tmp_path / name).write_bytes(content)
+    second = weights_fingerprint(str(tmp_path))
+    assert first != second and weights_fingerprint(str(tmp_path), first) == second
+    assert first.rpartition(":")[0] == second.rpartition(":")[0]  # of names and sizes
+    assert weights_fingerprint(str(tmp_path), "9a38") == earlier  # as it was compared before
+    (tmp_path / name).rename(tmp_path / f"other-{name}")
+    third = weights_fingerprint(str(tmp_path))
+    assert third.rpartition(":")[0] != second.rpartition(":")[0]
+
+
+def test_a_model_without_local_files_is_its_own_fingerprint(tmp_path: Path) -> None:
+    """In either form, whatever else is in its folder."""
+    (tmp_path / "training_args.bin").write_bytes(b"x")
+    for base in ("Qwen/Qwen2.5-3B", str(tmp_path)):
+        assert {weights_fingerprint(base, like) for like in (None, "2:", "9a38")} == {base}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
+from verl.adapter_base import write_base
 from verl.agent.settings import SETTINGS_FILE, copy_settings, settings_of_options
 from verl.checkpoint.folders import (
     EXPECTED,
@@ -83,7 +84,9 @@ def export(
         raise ConfigError(explain("--adapter", step_dir, expected, fix))
     with whole_folder(out, "--out") as part:
         if adapter_only and record is not None:
-            _read_adapter(step_dir, record, base).write(part)
+            adapter = _read_adapter(step_dir, record, base)
+            adapter.write(part)
+            write_base(part, str(adapter.config.base_model_name_or_path))
         else:
             _write_model(step_dir, part, record, base, dtype)
         _write_settings(step_dir, part)

@@ -298,3 +298,8 @@ def _stages(config: Config) -> Iterator[Rule]:
     ends = [stage.until_step for stage in stages if stage.until_step is not None]
     yield (any(later <= earlier for earlier, later in itertools.pairwise(ends)), key,
            f"until_step {ends}", "rising numbers above 0", "put them in order")
+    trainer, best = config.trainer, config.trainer.best_metric
+    ranks = trainer.keep_last is not None and trainer.keep_best > 0 and test_freq > 0
+    yield (len(stages) > 1 and ranks and best.endswith("/score"), "trainer.best_metric", best,
+           "a metric that all stages share: a stage's score does not rank checkpoints of another",
+           "trainer.best_metric=val/em, or trainer.keep_best=0")

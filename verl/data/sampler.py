@@ -12,6 +12,7 @@ from verl.config.data import BY_SCORE
 from verl.errors import ConfigError, explain
 
 if TYPE_CHECKING:
+    from verl.config import Config
     from verl.rewards.interface import Reward
     from verl.types import Metrics, Trajectory
 
@@ -20,6 +21,12 @@ SAMPLERS = {
     BY_SCORE: "verl.ext.score_memory:ScoreSampler",
 }
 """What is called with the options of a run and its prompts, by name."""
+
+
+OTHER_ROWS_FIX = (
+    "resume with the data, lengths, chat template and data.train_batch_size of the checkpoint; to "
+    "begin with the first of other rows: trainer.resume_anyway=[data]"
+)
 
 
 class Sampler(ABC):
@@ -35,7 +42,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch."""
+        """Return the position of the next batch, and among how many rows (`num_rows`)."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,9 +87,8 @@ class PromptSampler(Sampler):
         """Continue at a saved position. Raises ConfigError for other rows or batch size."""
         for name in ("num_rows", "batch_size"):
             if state[name] != getattr(self, name):
-                fix = "resume with the data and data.train_batch_size of the checkpoint"
-                got = f"{getattr(self, name)} {name}"
-                raise ConfigError(explain("resumed data order", got, str(state[name]), fix))
+                got, expected = f"{getattr(self, name)} {name}", str(state[name])
+                raise ConfigError(explain("resumed data order", got, expected, OTHER_ROWS_FIX))
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = []
         for number in range(self._epoch + 1):  # each order depends on the tail of the previous one
@@ -108,6 +114,15 @@ class PromptSampler(Sampler):
                 j = next(free)
                 order[i], order[j] = order[j], order[i]
         return order
+
+
+def starts_over(config: Config, state: Mapping[str, Any], num_rows: int) -> bool:
+    """Whether a saved position is among another number of rows, and the user accepted other data.
+
+    Then it means nothing here: the order begins anew, without the rows that were drawn before.
+    """
+    is_accepted = "data" in config.trainer.resume_anyway
+    return is_accepted and state.get("num_rows", num_rows) != num_rows
 
 
 def num_batches(num_rows: int, batch_size: int, num_epochs: int) -> int:

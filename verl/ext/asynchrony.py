@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.config import Config
+from verl.data.sampler import starts_over
 from verl.ext import ahead_files, replay
 from verl.monitor.performance import Timings
 from verl.rollout.rollouts import RolloutRequest
@@ -162,6 +163,8 @@ class AheadCollector(RolloutCollector):
         stale for their step, because `max_staleness` was lowered, are sampled again.
         """
         super().load_checkpoint(state, folder)
+        if starts_over(self.config, state.sampler, len(self.prompts)):
+            return
         self.batches = deque(PromptBatch(**batch) for batch in state.others.get("ahead", ()))
         self.last_drawn = max(((b.step, b.first) for b in self.batches), default=self.last_drawn)
         oldest_version = {

@@ -83,9 +83,10 @@ def check_record(config: Config, tokenizer: HasVocabulary, done: int) -> int:
     Returns the last step of the run. Raises ConfigError or DataError.
     """
     folder = config.data.rollouts
-    model = weights_fingerprint(config.actor_rollout_ref.model.path)
     assert folder is not None
-    _check_model(config, read_fingerprints(folder), fingerprint(tokenizer), model)
+    recorded = read_fingerprints(folder)
+    model = weights_fingerprint(config.actor_rollout_ref.model.path, recorded[MODEL])
+    _check_model(config, recorded, fingerprint(tokenizer), model)
     steps = recorded_steps(folder)
     if not steps:
         got, expected = f"{folder}, without any step", "step_00000001.jsonl and later steps"

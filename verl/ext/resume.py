@@ -48,15 +48,21 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """
     rollouts = config.data.rollouts
     data_files = config.data.train_files if rollouts is None else recorded_files(rollouts)
+    weights = {name: weights_fingerprint(path) for name, path in _model_paths(config).items()}
     found = {
         "data": hash_files(data_files),
         "validation": hash_files(config.data.val_files),
-        "model": weights_fingerprint(config.actor_rollout_ref.model.path),
+        **weights,
         **served,
     }
-    if config.critic.model.path is not None:
-        found["critic"] = weights_fingerprint(config.critic.model.path)
     return {"config": public_options(config), "fingerprints": found}
+
+
+def _model_paths(config: Config) -> dict[str, str]:
+    """Return the paths of the models whose weights are compared, by the fingerprints' names."""
+    critic = config.critic.model.path
+    own = {} if critic is None else {"critic": critic}
+    return {"model": config.actor_rollout_ref.model.path, **own}
 
 
 def hash_files(files: str | Sequence[str]) -> str:
@@ -143,7 +149,9 @@ def _content_differences(
     saved: Mapping[str, Any], present: Mapping[str, Any], config: Config
 ) -> Iterator[str]:
     """Yield the refused differences of content; logs those that are accepted or not comparable."""
-    old, new = saved["fingerprints"], present["fingerprints"]
+    old, new = saved["fingerprints"], dict(present["fingerprints"])
+    for name, path in _model_paths(config).items():
+        new[name] = weights_fingerprint(path, old.get(name))
     for name in sorted({*old, *new}):
         if old.get(name) == new.get(name):
             continue

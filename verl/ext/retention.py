@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
@@ -56,11 +56,14 @@ def checkpoints_to_keep(
     """Return the checkpoints among `complete` (oldest first) that must not be deleted.
 
     These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, and
-    those of the `protected` steps.
+    those of the `protected` steps. Scores rank only the checkpoints that were validated as the
+    newest validated one was: by the same metric, on the same rows.
     """
     scores = {path: _score(path) for path in complete}
-    scored = [path for path in complete if scores[path] is not None]
-    best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
+    validations = {path: _validation(path) for path in complete if scores[path] is not None}
+    present = list(validations.values())[-1:]
+    comparable = [path for path, validation in validations.items() if validation in present]
+    best = sorted(comparable, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
     needed = [path for path in complete if folders.step_of(path) in protected]
     return {*complete[-max(keep_last, 1) :], *best[:keep_best], *needed}
 
@@ -72,3 +75,12 @@ def _score(step_dir: Path) -> float | None:
     except ModelError as error:
         logger.warning("%s", error)
         return None
+
+
+def _validation(step_dir: Path) -> tuple[Any, ...]:
+    """Return what makes a checkpoint's score comparable; the parts that it lacks are None."""
+    state = folders.read_state(step_dir)
+    config, fingerprints = state.get("config") or {}, state.get("fingerprints") or {}
+    metric = config.get("trainer", {}).get("best_metric")
+    num_rows = config.get("data", {}).get("val_data_num")
+    return metric, fingerprints.get("validation"), num_rows

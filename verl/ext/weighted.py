@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.sampler import Sampler
+from verl.data.sampler import OTHER_ROWS_FIX, Sampler
 from verl.errors import DataError, explain
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class WeightedSampler(Sampler):
         own = self.state_dict()
         for name in ("num_rows", "batch_size"):
             if state.get(name) != own[name]:
-                fix = "resume with the data and data.train_batch_size of the checkpoint"
-                got = f"{own[name]} {name}"
-                raise DataError(explain("resumed data order", got, str(state.get(name)), fix))
+                got, expected = f"{own[name]} {name}", str(state.get(name))
+                raise DataError(explain("resumed data order", got, expected, OTHER_ROWS_FIX))
         self._number = state["batch"]
 
 

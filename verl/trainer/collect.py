@@ -14,6 +14,7 @@ import numpy as np
 
 from verl.core_algos.chosen import advantage_estimator
 from verl.core_algos.jagged import ROUNDING
+from verl.data.sampler import Sampler, starts_over
 from verl.errors import ToolOutage
 from verl.rewards.interface import Reward, RewardManager
 from verl.trainer.hooks import Stateful
@@ -23,7 +24,6 @@ from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_traj
 if TYPE_CHECKING:
     from verl.checkpoint.folders import RunState
     from verl.config import Config
-    from verl.data.sampler import Sampler
     from verl.monitor.performance import Timings
     from verl.rollout.rollouts import Rollouts
 
@@ -259,6 +259,11 @@ class RolloutCollector(Source):
         return {"sampler": self.sampler.state_dict(), "drawn": list(self._drawn)}
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
-        """Continue at the checkpoint's position."""
+        """Continue at the checkpoint's position; `starts_over` says when there is none."""
+        num_rows, saved = len(self.prompts), state.sampler
+        if starts_over(self.config, saved, num_rows):
+            logger.warning("the data has %d rows instead of the checkpoint's %s: training goes on "
+                           "with the first of them", num_rows, saved["num_rows"])  # fmt: skip
+            return
         self.sampler.load_state_dict(state.sampler)
         self._drawn = list(state.others.get("drawn", ()))

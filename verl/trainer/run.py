@@ -27,7 +27,7 @@ from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLContro
 from verl.data.columns import Columns
 from verl.data.outside import strings_of_rows
 from verl.data.prompts import load_prompts, warn_of_common
-from verl.data.sampler import num_batches
+from verl.data.sampler import num_batches, starts_over
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer
 from verl.monitor.tracking import Tracker, Tracking
@@ -43,6 +43,7 @@ from verl.trainer.build import (
     Prompts,
     Supply,
     add_starters,
+    build_sampler,
     replica_class,
     replicas_class,
     user_hooks,
@@ -52,6 +53,8 @@ from verl.trainer.groups import StartUp, build_groups
 from verl.trainer.loop import Logger, RayPPOTrainer
 from verl.trainer.metric_names import check_metric_names
 from verl.trainer.ranks import TrainerRanks
+from verl.training.checkpoint_files import checkpoint_errors
+from verl.types import Prompt
 
 OUTPUTS = ("trainer.default_local_dir", "trainer.rollout_data_dir")
 """Options with the folders that only one run at a time may write."""
@@ -78,8 +81,8 @@ def count_steps(config: Config, num_rows: int) -> int:
 def prepare(config: Config) -> Inputs:
     """Check everything that a run needs, decide machine-dependent options and read the questions.
 
-    Reward, agent and the user's hooks are also built here, only to check that they can be: each
-    attempt and each replica builds its own.
+    Reward, agent, data order and the user's hooks are also built here, only to check that they can
+    be: each attempt and each replica builds its own.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     supply = chosen_supply(config)
@@ -114,10 +117,11 @@ class Sampled(Supply):
     def read(
         self, environment: Environment, tokenizer: Any, reward: RewardManager, step: int
     ) -> tuple[Prompts, int]:
-        """Read the questions, and check that the agent can be built and metrics have names."""
+        """Read the questions; check that agent and data order can be built, and metrics' names."""
         prompts = read_prompts(self.config, environment, tokenizer)
         check_metric_names(self.config, reward, {prompt.data_source for prompt in prompts[1]})
         build_agent(self.config)
+        check_order(self.config, prompts[0])
         return prompts, count_steps(self.config, len(prompts[0]))
 
     def start(self, start_up: StartUp, updates: int) -> tuple[TrainerRanks, TrainedRollouts]:
@@ -133,11 +137,29 @@ def chosen_supply(config: Config) -> Supply:
     return seams.first(seams.SUPPLIES, "supply", config, build_reward_manager) or Sampled(config)
 
 
+def resumed_folder(config: Config) -> Path | None:
+    """Return the checkpoint that a run resumes from; None for a fresh start."""
+    trainer = config.trainer
+    return folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
+
+
 def resumed_step(config: Config) -> int:
     """Return the step of the checkpoint that a run resumes from; 0 for a fresh start."""
-    trainer = config.trainer
-    folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
+    folder = resumed_folder(config)
     return 0 if folder is None else folders.step_of(folder)
+
+
+def check_order(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Check that these training rows can be drawn, and that a resumed run can go on among them.
+
+    Raises UserError, before anything is started.
+    """
+    sampler, folder = build_sampler(config, prompts), resumed_folder(config)
+    if folder is not None:
+        with checkpoint_errors(folder / folders.STATE_FILE):
+            state = folders.RunState.read(folder).sampler
+            if not starts_over(config, state, len(prompts)):
+                sampler.load_state_dict(state)
 
 
 def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Prompts:

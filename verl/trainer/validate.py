@@ -166,8 +166,10 @@ class Validation(Hook):
         return {"best": self.best, "score": self.score}
 
     def load_checkpoint(self, state: RunState, folder: Path) -> None:
-        """Restore the best validation."""
-        self.best = state.best
+        """Restore the best validation, unless it was the best by another metric."""
+        metric = self.config.trainer.best_metric
+        is_same = state.best is not None and state.best.get("metric", metric) == metric
+        self.best = state.best if is_same else None
 
 
 def hook(parts: Parts) -> Validation | None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError, explain
+from verl.model_files import weights_fingerprint
 from verl.training.checkpoint_files import (
     checkpoint_errors,
     load_tensors,
@@ -157,7 +158,9 @@ def _records(models: Models) -> dict[str, Any]:
 def check_same_records(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raise ConfigError if the record of any model differs from the checkpoint's."""
     for name in sorted({*saved, *present}):
-        old, new = saved.get(name) or {}, present.get(name) or {}
+        old, new = saved.get(name) or {}, dict(present.get(name) or {})
+        if "fingerprint" in old and "base" in new:
+            new["fingerprint"] = weights_fingerprint(new["base"], old["fingerprint"])
         # The path of the base may differ: the fingerprint says whether it is the same.
         differing = [key for key in sorted({*old, *new} - {"base"}) if old.get(key) != new.get(key)]
         if differing:

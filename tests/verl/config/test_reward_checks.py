@@ -43,3 +43,14 @@ def test_invalid_reward_options_are_refused(arguments: tuple[str, ...], expected
     with pytest.raises(ConfigError, match=expected) as caught:
         compose(*arguments)
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("metric", ["val/score", "val/nq/score"])
+def test_scores_of_several_stages_do_not_rank_checkpoints(metric: str) -> None:
+    """The best of the first stage would be kept for ever, and those of the last one deleted."""
+    two = stages("{name: r1_searcher_stage_1, until_step: 5}, {name: r1_searcher_stage_2}")
+    ranking = (two, "trainer.keep_last=1", "trainer.test_freq=5", f"trainer.best_metric={metric}")
+    with pytest.raises(ConfigError, match="best_metric=val/em"):
+        compose(*ranking)
+    for change in ("keep_last=null", "keep_best=0", "test_freq=-1", "best_metric=val/em"):
+        assert len(compose(*ranking, f"trainer.{change}").reward_model.stages) == 2

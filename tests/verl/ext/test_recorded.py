@@ -204,6 +204,19 @@ def check(config: Config, model: str = "weights", done: int = 0) -> int:
     return check_record(config, TOKENIZER, done)
 
 
+def test_weights_are_compared_in_the_way_of_the_record(tmp_path: Path) -> None:
+    """Records of before 2026-11-30 have another fingerprint of the same weights."""
+    config, models = record(tmp_path), [tmp_path / "a", tmp_path / "b"]
+    for number, model in enumerate(models):
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(bytes([number]))
+    before = weights_fingerprint(str(models[0]), "of before")
+    prepare_folder(tmp_path / "rollouts", TOKENIZER, before)
+    assert check(config, str(models[0])) == 2
+    with pytest.raises(ConfigError, match="other weights"):
+        check(config, str(models[1]))
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     """Ids, masks, log-probs, versions, seeds, scores, and the fields that a reward reads."""
     config = record(tmp_path)

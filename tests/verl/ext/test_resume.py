@@ -13,6 +13,7 @@ from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
 from verl.ext.resume import check_resume, flat, identity
+from verl.model_files import weights_fingerprint
 from verl.preflight.undecided import fill_undecided, offload_everything
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
@@ -115,6 +116,22 @@ def test_other_content_is_refused_by_name_and_may_be_accepted(
     assert f"- {name}: got" in differences(config, served)
     config.trainer.resume_anyway = [name]
     assert differences(config, served) == ""
+
+
+@pytest.mark.parametrize("name", ["model", "critic"])
+def test_weights_are_compared_in_the_way_of_the_checkpoint(config: Config, name: str) -> None:
+    """Checkpoints of before 2026-11-30 have another fingerprint of the same weights."""
+    path = config.actor_rollout_ref.model.path
+    if name == "critic":
+        config.critic.model.path = path
+    saved = identity(config, SERVED)
+    saved["fingerprints"][name] = weights_fingerprint(path, "of before")
+    with writing(Path(config.trainer.default_local_dir), 2) as folder:
+        folders.write_state(folder, saved)
+    assert saved["fingerprints"][name] not in identity(config, SERVED)["fingerprints"].values()
+    assert differences(config) == ""
+    Path(path, "model.safetensors").write_bytes(b"weighty")
+    assert f"- {name}: got" in differences(config)
 
 
 def test_another_experiment_is_refused_with_every_difference(config: Config) -> None:

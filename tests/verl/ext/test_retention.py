@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,32 @@ def test_the_newest_and_the_best_are_kept(saver: Saver) -> None:
     saver.watchers.append(Retention(saver, keep_last=2, keep_best=2))
     fill(saver, [0.5, 0.9, None, 0.5, 0.1, 0.2])
     assert names(saver.root) == [f"global_step_{step}" for step in (2, 4, 5, 6)]
+
+
+def recorded(metric: str = "val/em", rows: str = "a", number: int | None = None) -> dict[str, Any]:
+    """What checkpoints store of a run that validates in this way."""
+    config = {"trainer": {"best_metric": metric}, "data": {"val_data_num": number}}
+    return {"config": config, "fingerprints": {"validation": rows}}
+
+
+@pytest.mark.parametrize("other", [
+    recorded("val/f1"), recorded(rows="b"), recorded(number=9), {},
+])  # fmt: skip
+def test_only_comparable_scores_are_ranked(saver: Saver, other: dict[str, Any]) -> None:
+    """A high score of another metric, or of other rows, keeps nothing once there is one of these.
+
+    Until then, the best of the other kind stays.
+    """
+    saver.watchers.append(Retention(saver, keep_last=1, keep_best=1))
+    kept = []
+    for step, (score, record) in enumerate([
+        (0.8, other), (0.9, other), (0.7, other), (None, recorded()), (0.2, recorded()),
+        (0.4, recorded()), (0.3, recorded()),
+    ], 1):  # fmt: skip
+        saver.record = record
+        saver.save(state(step, score), wait=True)
+        kept.append({folders.step_of(folder) for folder in folders.all_complete(saver.root)})
+    assert kept == [{1}, {2}, {2, 3}, {2, 4}, {5}, {6}, {6, 7}]
 
 
 @pytest.mark.parametrize(("keep_last", "num_kept"), [(None, 4), (2, 3)])

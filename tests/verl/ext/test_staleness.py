@@ -287,6 +287,21 @@ def test_a_resumed_run_uses_finished_trajectories(before: int, after: int, tmp_p
     assert num_kept > num_all / 2 or before > after
 
 
+def test_batches_of_other_rows_are_not_resumed(tmp_path: Path) -> None:
+    """With more data, accepted by name, what was drawn ahead is dropped: its rows are no longer."""
+    with world(0, staleness=2) as run:
+        run.step(1)
+        saved = Saved.of(run, tmp_path / "saved")
+    saved.state = saved.state.changed({"sampler": {**saved.state.sampler, "num_rows": 99}})
+    with world(0, staleness=2) as run:
+        run.collector.config.trainer.resume_anyway = ["data"]
+        saved.resume(run)
+        assert not run.collector.batches
+        first = PromptSampler(NUM_ROWS, BATCH, seed=0).next_batch()
+        uids = [prompts(NUM_ROWS)[row].uid for row in first]
+        assert [t.prompt.uid for t in run.step(2) if t.sample == 0] == uids
+
+
 def start_of(trajectory: Trajectory) -> Trajectory:
     """Return the started trajectory from which a trajectory was sampled."""
     prompt, group = trajectory.prompt, trajectory.group

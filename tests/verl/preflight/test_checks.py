@@ -20,6 +20,7 @@ from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.ext.lora.adapter import record_of_peft_config
 from verl.ext.lora.model import peft_config
+from verl.model_files import weights_fingerprint
 from verl.preflight import checks
 from verl.preflight.undecided import undecided
 from verl.training.loading import load_causal_lm
@@ -271,6 +272,9 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     record = record_of_peft_config(peft_config(lm, config.actor_rollout_ref.model))
     with writing(tmp_path / "runs" / "x", 1) as folder:
         (folder / RECORDS_FILE).write_text(json.dumps({"actor": record}))
+    preflight(config)
+    record["fingerprint"] = weights_fingerprint(record["base"], "of before 2026-11-30")
+    (tmp_path / "runs/x/global_step_1" / RECORDS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)
     for wrong in ([*valid_run, "actor_rollout_ref.model.lora_rank=8"], valid_run):
         assert "the checkpoint's" in problems(cli.compose(wrong))[0]

@@ -15,7 +15,7 @@ from verl.agent.environment import Environment
 from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.data.sampler import PromptSampler
-from verl.errors import ToolOutage
+from verl.errors import ConfigError, ToolOutage
 from verl.ext.retry import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.monitor.performance import Timings
 from verl.rewards.interface import EachAlone, Reward, RewardFn
@@ -102,6 +102,26 @@ def collect_steps(
         assert metrics["rollout/kept_groups"] == 4
     sampled = [[t.prompt.uid for t in starts if t.sample == 0] for starts, _ in replicas.requests]
     return sampled, json.loads(json.dumps(collector.state_dict()))
+
+
+def test_other_rows_that_were_accepted_begin_with_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The rows that were drawn before a resume with more data are those of no row now."""
+    collector, fresh = (make_collector(RecordingReplicas([])) for _ in range(2))
+    position = {"epoch": 2, "position": 4, "num_rows": 9, "batch_size": 4}
+    state = RunState(3, position, 0.0, others={"drawn": [8, 1]})
+    with pytest.raises(ConfigError, match=r"got 8 num_rows, expected 9; .*resume_anyway=\[data\]"):
+        collector.load_checkpoint(state, Path())
+    collector.config.trainer.resume_anyway = ["validation", "data"]
+    collector.load_checkpoint(state, Path())
+    assert "8 rows instead of the checkpoint's 9" in caplog.text
+    assert collector.state_dict() == fresh.state_dict() and collector.draw(6) == fresh.draw(6)
+    state = RunState.of({"step": 4, "kl_coef": 0.0, **collector.state_dict()})
+    resumed = make_collector(RecordingReplicas([]))
+    resumed.config.trainer.resume_anyway = ["data"]
+    resumed.load_checkpoint(state, Path())  # the option is left as it is
+    assert resumed.state_dict() == collector.state_dict() and resumed.draw(6) == fresh.draw(6)
 
 
 def test_dynamic_sampling_uses_every_row_in_the_order_of_the_data() -> None:

@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment
+from verl.checkpoint.folders import RunState
 from verl.config import Config
 from verl.errors import ToolOutage
 from verl.ext.retry import RetryingRollout
 from verl.rewards.interface import EachAlone, Reward
-from verl.trainer.validate import sample, validate
+from verl.trainer.validate import Validation, sample, validate
 from verl.types import Metrics, Trajectory
 
 
@@ -88,3 +90,21 @@ def test_a_validation_whose_rows_all_failed_ends_the_run(tmp_path: Path) -> None
     replicas.fail = lambda start: True
     with pytest.raises(ToolOutage, match=r"validation: .* 6 of 6"):
         run_validation(replicas, tmp_path / "step_1.jsonl", max_share=1.0)
+
+
+@pytest.mark.parametrize(("best", "restored"), [
+    ({"metric": "val/em", "value": 0.6, "step": 4}, 0.6),
+    ({"metric": "val/f1", "value": 0.6, "step": 4}, None),
+    ({"value": 0.6, "step": 4}, 0.6),
+    (None, None),
+])  # fmt: skip
+def test_the_best_by_another_metric_is_not_restored(
+    tmp_path: Path, best: dict[str, Any] | None, restored: float | None
+) -> None:
+    """It would stay the best for ever; older checkpoints may not say the metric."""
+    config = Config()
+    config.trainer.best_metric = "val/em"
+    replicas, reward = RecordingReplicas([]), EachAlone(lambda t: Reward(0.0))
+    validation = Validation(config, replicas, prompts(1), reward, 3)
+    validation.load_checkpoint(RunState(5, {}, 0.0, best=best), tmp_path)
+    assert (None if validation.best is None else validation.best["value"]) == restored

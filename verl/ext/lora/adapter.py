@@ -101,7 +101,7 @@ def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
 
 def check_base(record: Mapping[str, Any], base: str) -> None:
     """Raise ConfigError unless `base` is the base that an adapter was trained on."""
-    actual = weights_fingerprint(base)
+    actual = weights_fingerprint(base, record["fingerprint"])
     if actual != record["fingerprint"]:
         expected = f"the weights of {record['base']} ({record['fingerprint']})"
         fix = "give the model that the adapter was trained on"

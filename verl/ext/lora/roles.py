@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl.adapter_base import write_base
 from verl.config import AdapterConfig, Config
 from verl.config.policy import BlocksConfig
 from verl.errors import ConfigError, UserError
@@ -82,6 +83,8 @@ class AdaptedRoles(Roles):
         """Write the policy's adapter as a peft folder, on the first rank's node."""
         assert self._policy is not None, "all weights of the policy are trained"
         write_adapter(self._policy, Path(directory) if dist.get_rank() == 0 else None)
+        if dist.get_rank() == 0:
+            write_base(Path(directory), self.config.actor_rollout_ref.model.path)
 
     @classmethod
     def records(cls, config: Config) -> dict[str, Any]:

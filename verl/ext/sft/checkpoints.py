@@ -6,6 +6,7 @@ The position in the data follows from the step and the seed. All are kept.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Checkpoints:
         folders.clean_up(self.root)
         self._latest = folders.latest(self.root)
         if self._latest is not None:
-            check_same(self._latest, self._settings)
+            check_same(self._latest, config)
 
     def resume(self, model: FsdpModel) -> int:
         """Load the newest checkpoint, if there is one; return the number of finished steps."""
@@ -101,13 +102,17 @@ def shared(value: Any) -> Any:
     return values[0]
 
 
-def settings(config: SftConfig) -> dict[str, Any]:
-    """Return what a resumed run may not change: options, and the contents of files."""
+def settings(config: SftConfig, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a resumed run may not change: options, and the contents of files.
+
+    Fingerprints of weights have the form of those in `saved`.
+    """
     fixed = [f.name for f in fields(config) if f.metadata["limits"].resume != "free"]
     found: dict[str, Any] = {name: getattr(config, name) for name in fixed}
     model, rows = Path(config.model_path), Path(config.train_file)
-    found["model_path"] = weights_fingerprint(config.model_path)
-    found["adapter_path"] = config.adapter_path and weights_fingerprint(config.adapter_path)
+    for name in ("model_path", "adapter_path"):
+        path = getattr(config, name)
+        found[name] = path and weights_fingerprint(path, (saved or {}).get(name))
     found["train_file"] = sha256(rows)[:16] if rows.is_file() else "no such file"
     found["tokenizer"] = [
         sha256(model / name)[:16] if (model / name).is_file() else "" for name in TOKENIZER_FILES
@@ -115,10 +120,11 @@ def settings(config: SftConfig) -> dict[str, Any]:
     return found
 
 
-def check_same(folder: Path, present: dict[str, Any]) -> None:
+def check_same(folder: Path, config: SftConfig) -> None:
     """Raise ConfigError that names the settings which differ from a checkpoint's."""
     with checkpoint_errors(folder / folders.STATE_FILE):
         saved = dict(folders.read_state(folder)["settings"])
+        present = settings(config, saved)
     names = [name for name in present if saved.get(name) != present[name]]
     if names:
         got, expected = (", ".join(f"{n}={x.get(n)}" for n in names) for x in (present, saved))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from verl.adapter_base import write_base
 from verl.agent.settings import copy_settings
 from verl.batch import TokenBatch
 from verl.checkpoint.exporting import whole_folder
@@ -130,6 +131,8 @@ def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | No
     if config.has_adapter:
         folder = None if part is None else part / "adapter"
         imported("verl.ext.lora.model:write_adapter")(model, folder)
+        if folder is not None:
+            write_base(folder, config.model_path)
     named = model.policy_weights(config.save_dtype)
     if part is None:
         deque(named, maxlen=0)

@@ -21,6 +21,7 @@ from tests.core.batches import make_batch
 from tests.verl.ext.lora import lora_bodies
 from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import VOCAB, run_ranks, save_tiny
+from verl.adapter_base import BASE_FILE
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
@@ -31,6 +32,7 @@ from verl.ext.lora.model import (
     build_adapted_model,
     target_names,
 )
+from verl.model_files import weights_fingerprint
 from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
@@ -183,8 +185,11 @@ def test_an_export_is_what_the_ranks_wrote(
     for key, x in expected.items():
         torch.testing.assert_close(actual[key], x, rtol=0, atol=1e-6)
     alone = export(step, tmp_path / "adapter", adapter_only=True)
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
+    for file in ("adapter_config.json", "adapter_model.safetensors", BASE_FILE):
         assert (alone / file).read_bytes() == (runs.root / name / "adapter" / file).read_bytes()
+    assert json.loads((alone / BASE_FILE).read_text()) == {
+        "fingerprint": weights_fingerprint(runs.model)
+    }
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (lora_bodies.RANK, lora_bodies.ALPHA)
     assert config["target_modules"] == LINEAR and config["base_model_name_or_path"] == runs.model

@@ -11,7 +11,9 @@ from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import all_complete
 from verl.errors import ConfigError, SaveError
 from verl.ext.sft import run as sft
+from verl.ext.sft.checkpoints import settings
 from verl.ext.sft.options import parse
+from verl.model_files import weights_fingerprint
 
 __all__ = ["demonstrations", "model", "no_torchrun"]
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -88,11 +90,20 @@ def test_other_settings_are_refused_by_name(
     if changed == "train_file":
         rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
     elif changed == "model_path":
-        monkeypatch.setattr("verl.ext.sft.checkpoints.weights_fingerprint", lambda path: "other")
+        monkeypatch.setattr("verl.ext.sft.checkpoints.weights_fingerprint", lambda *_: "other")
     else:
         words.append(changed)
     with pytest.raises(ConfigError, match=f"got {changed.partition('=')[0]}=.*global_step_1"):
         sft.train(parse(words))
+
+
+def test_weights_are_compared_in_the_way_of_the_checkpoint(
+    model: str, demonstrations: str, tmp_path: Path
+) -> None:
+    """Checkpoints of before 2026-11-30 have another fingerprint of the same weights."""
+    config = parse(arguments(model, demonstrations, tmp_path / "out"))
+    saved = {**settings(config), "model_path": weights_fingerprint(model, "of before")}
+    assert settings(config) != settings(config, saved) == saved
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(

@@ -19,12 +19,14 @@ from transformers import (
 
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
+from verl.adapter_base import BASE_FILE
 from verl.batch import TokenBatch
 from verl.errors import ConfigError, DataError
 from verl.ext.sft import run as sft
 from verl.ext.sft import trainer
 from verl.ext.sft.demonstrations import load_demonstrations
 from verl.ext.sft.options import parse
+from verl.model_files import weights_fingerprint
 
 WORDS = ["<unk>", "<end>", "ask", "find", "say", "city", "sea", "one", "two", "user", "assistant"]
 TEMPLATE = (
@@ -177,6 +179,9 @@ def test_an_adapter_is_trained_merged_and_saved(
     found = sft.train(parse([*options(model, demonstrations, out), *extra]))
     losses, _ = hand_written(model, demonstrations, 1)
     assert found[0] == pytest.approx(losses[0], rel=1e-4)
+    assert json.loads((out / "adapter" / BASE_FILE).read_text()) == {
+        "fingerprint": weights_fingerprint(model)
+    }
     adapter = load_file(out / "adapter/adapter_model.safetensors")
     lm = tiny_llama(len(WORDS))
     for name, x in AutoModelForCausalLM.from_pretrained(out).named_parameters():
