@@ -208,7 +208,10 @@ def build_sampler(config: Config, prompts: Sequence[Prompt]) -> Sampler:
     data, seed = config.data, config.trainer.seed
     order = data.shuffle_train_dataloader if data.weight_column is None else "weighted"
     if isinstance(order, bool):
-        return PromptSampler(len(prompts), data.train_batch_size, shuffle=order, seed=seed)
+        size = data.train_batch_size
+        if config.trainer.val_only:  # which draws no batch
+            size = min(size, len(prompts))
+        return PromptSampler(len(prompts), size, shuffle=order, seed=seed)
     key = "data.shuffle_train_dataloader"
     sampler: Sampler = plugins.load(key, order, SAMPLERS)(config, prompts)
     return sampler

@@ -103,6 +103,9 @@ def test_an_order_of_the_rows_that_cannot_be_is_found_before_anything_starts(
     config.data.train_batch_size = 10
     with pytest.raises(ConfigError, match=r"train_batch_size: got 10, expected at most the 9 rows"):
         read(config)
+    config.trainer.val_only = True  # which draws no batch
+    read(config)
+    config.trainer.val_only = False
     config.data.train_batch_size, config.data.weight_column = 5, "weight"
     with pytest.raises(UserError, match="got 4 rows with a weight above 0"):
         read(config)
