@@ -121,9 +121,12 @@ class ScoreSampler(Sampler):
             num_dead = self._memory.get(row, Memory(0.0)).num_dead + 1
             rest = LONGEST_REST if num_dead > 2 else 2**num_dead - 1
             self._memory[row] = Memory(0.0, num_dead, rest)
-        # Batches are scored in their order: rows of earlier ones were lost with a failure.
-        last = max((self._waiting.get(row, -1) for row in row_of.values()), default=-1)
-        self._waiting = {row: number for row, number in self._waiting.items() if number > last}
+        # Batches are scored in their order: rows of earlier ones were lost with a failure. Of the
+        # last one some may be sampled with a later step.
+        scored = set(row_of.values())
+        last = max((self._waiting.get(row, -1) for row in scored), default=-1)
+        waiting = self._waiting.items()
+        self._waiting = {row: n for row, n in waiting if n >= last and row not in scored}
         num_live = sum(memory.spread > 0 for memory in self._memory.values())
         num_dead = len(self._memory) - num_live
         return {"rollout/rows_live": num_live / self.num_rows,

@@ -100,6 +100,17 @@ def test_rows_of_lost_groups_come_back() -> None:
     assert set(lost) == set(chosen.next_batch())
 
 
+def test_rows_of_a_batch_that_is_sampled_in_parts_wait() -> None:
+    """Dynamic sampling keeps rows that it does not need for the next step."""
+    live = {row: [0.0, 1.0] for row in range(NUM_ROWS)}
+    for seed in range(5):
+        chosen = sampler(seed, size=8)
+        see(chosen, scored(0, list(range(NUM_ROWS)), live))
+        first = chosen.next_batch()
+        see(chosen, scored(1, first[:5], live))
+        assert not set(first[5:]) & set(chosen.next_batch())
+
+
 def test_rows_that_wait_are_drawn_if_there_are_no_others() -> None:
     """More batches ahead than there are rows: nothing blocks, and each batch is whole."""
     chosen = sampler()
