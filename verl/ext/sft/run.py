@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from verl.adapter_base import write_base
+from verl.adapter_base import check_base, write_base
 from verl.agent.settings import copy_settings
 from verl.batch import TokenBatch
 from verl.checkpoint.exporting import whole_folder
@@ -158,6 +158,9 @@ def train(config: SftConfig) -> list[float]:
 def _train(config: SftConfig, part: Path | None) -> list[float]:
     if Path(config.model_path).expanduser().exists():
         check_family(check_model("model_path", config.model_path), "model_path")
+        if config.adapter_path:
+            start, base = Path(config.adapter_path), Path(config.model_path)
+            check_base(f"adapter_path={start}", start, base, "")
     else:  # a hub name: its weights are downloaded later
         with model_errors(config.model_path, "config.json", "model_path"):
             described, _ = PretrainedConfig.get_config_dict(config.model_path)

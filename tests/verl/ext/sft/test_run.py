@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,7 @@ from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
 from verl.adapter_base import BASE_FILE
 from verl.batch import TokenBatch
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ModelError
 from verl.ext.sft import run as sft
 from verl.ext.sft import trainer
 from verl.ext.sft.demonstrations import load_demonstrations
@@ -209,6 +210,12 @@ def test_training_goes_on_from_an_adapter(
         sft.train(parse([*more, "lora_rank=3"]))
     with pytest.raises(ConfigError, match="adapter_path"):
         parse([*more, "lora_rank=0"])
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="adapter_path"):
+        sft.train(parse([*options(str(other), demonstrations, tmp_path / "third"), *extra, start]))
 
 
 def test_the_order_depends_on_the_seed() -> None:
