@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 from search_r1.agent.folding import Folding
 from search_r1.agent.generation import AGENTS, search_agent
@@ -20,6 +21,7 @@ from verl.agent.native import NativeFormat
 from verl.batch import ROW_STARTS, TokenBatch
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.ext.guard import correct_trajectories
 from verl.packing import as_rows
 from verl.types import Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
@@ -79,6 +81,17 @@ def test_what_is_trained_on_is_what_the_engine_was_given() -> None:
     # The first row has two turns, since the prompt and a document fit.
     assert [row.tolist() for row in rows.sequences("input_ids")] == expected[1:] * 2
     assert int(batch.tokens["policy_mask"].sum()) == 2 * len("".join(SCRIPT))
+
+
+def test_the_guard_compares_each_row_with_what_the_engine_saw() -> None:
+    """Its forward pass has the batch's rows: as one, later turns would see dropped documents."""
+    done, _ = play(folding(dialogue(400)))
+    batch = TokenBatch.from_trajectories([done, done])
+    batch.rows["scores"] = torch.ones(2)
+    chosen = as_rows(correct_trajectories(batch, 16)).sequences("input_ids")
+    assert [row.tolist() for row in chosen] == [
+        row.tolist() for row in as_rows(batch).sequences("input_ids")
+    ]
 
 
 def test_a_context_that_is_still_too_long_ends_the_dialogue() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
 Results = Sequence[Sequence[Item]]
 """The items of each call of a turn."""
+PIECE = re.compile(r"\s*(?:[!-\u024f]{1,64}|\S{1,8})")
+"""Where a text may be cut: after a word, or within what has no spaces, as Chinese or data."""
 CHARS_PER_TOKEN = 16
 """More characters than a token has in prose, to tell from a prefix that a text is too long."""
 
@@ -196,21 +199,23 @@ class DialogueAgent:
     def fit(self, turn: Turn, results: Results) -> Results:
         """Return the best items of each call, equally many, that fit into `max_obs_length` tokens.
 
-        If not even the first item of each call fits, these are cut at a word; if their titles alone
-        do not fit either, no items are left.
+        If not even the first item of each call fits, these are cut at a `PIECE`; if their titles
+        alone do not fit either, no items are left.
         """
         for count in range(max(map(len, results), default=0), 0, -1):
             first_items = [items[:count] for items in results]
             if self._fits(turn, first_items):
                 return first_items
-        low, high = 0, max((items[0].text.count(" ") + 1 for items in results if items), default=0)
+        ends = [[found.end() for item in items[:1] for found in PIECE.finditer(item.text)]
+                for items in results]  # fmt: skip
+        low, high = 0, max(map(len, ends), default=0)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits(turn, _cut(results, middle)):
+            if self._fits(turn, _cut(results, ends, middle)):
                 low = middle
             else:
                 high = middle - 1
-        cut = _cut(results, low)
+        cut = _cut(results, ends, low)
         return cut if self._fits(turn, cut) else [() for _ in results]
 
     def _fits(self, turn: Turn, results: Results) -> bool:
@@ -261,13 +266,12 @@ def refuse_closed_think(format: DialogueFormat, no_think_rl: bool) -> None:
         raise ConfigError(explain("algorithm.no_think_rl", True, expected, fix))
 
 
-def _cut(results: Results, num_words: int) -> Results:
-    """Return the first item of each call with at most `num_words` words of its text."""
+def _cut(results: Results, ends: Sequence[Sequence[int]], num_pieces: int) -> Results:
+    """Return the first item of each call with at most `num_pieces` pieces of these `ends`."""
     return [
-        [replace(item, text=" ".join(item.text.split(" ", num_words)[:num_words]))
-         for item in items[:1]]
-        for items in results
-    ]  # fmt: skip
+        [replace(item, text=item.text[: max(own[:num_pieces], default=0)]) for item in items[:1]]
+        for items, own in zip(results, ends, strict=True)
+    ]
 
 
 def _prefix(results: Results, num_chars: int) -> Results:

@@ -252,6 +252,10 @@ def _losses(config: Config) -> Iterator[Rule]:
         yield (mask is None and value is not None, f"{ACTOR}.{name}", value,
                "null: without rollout_mask_threshold nothing is masked out",
                f"also set {ACTOR}.rollout_mask_threshold=2")
+    levels = {chosen.rollout_is, level if mask is not None else "none"}
+    yield (rollout.top_p < 1 and bool(levels & {"sequence", "geometric"}), f"{ROLLOUT}.top_p",
+           rollout.top_p, "1.0: the engine's log-probs are of the truncated distribution, and a "
+           "correction by trajectory would leave everything out", f"{ROLLOUT}.top_p=1.0")
     is_engine, staleness = config.old_log_probs == "engine", rollout.max_staleness
     yield (staleness > 0 and not is_engine and chosen.rollout_is == "none",
            f"{ACTOR}.old_log_probs", "recompute",

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import TokenBatch
+from verl.batch import ROW_STARTS, TokenBatch
 from verl.checkpoint import folders
 from verl.checkpoint.folders import RunState
 from verl.checkpoint.saver import Watcher
@@ -473,8 +473,9 @@ def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
     chosen = batch.select(correct_sequences(batch.rows["scores"], limit))
     sampled = chosen.sequences("rollout_log_probs")
     chosen = chosen.select([i for i, x in enumerate(sampled) if not bool(x.isnan().any())])
-    names = ("input_ids", "policy_mask", "rollout_log_probs")
-    return TokenBatch(chosen.offsets, {name: chosen.tokens[name] for name in names})
+    names = ("input_ids", "policy_mask", "rollout_log_probs", ROW_STARTS)
+    columns = {name: chosen.tokens[name] for name in names if name in chosen.tokens}
+    return TokenBatch(chosen.offsets, columns)
 
 
 def drift_and_shift(sampled: TokenBatch, log_probs: Tensor) -> tuple[float, float]:

@@ -120,17 +120,21 @@ def select_for_training(
 
 
 def complete_groups(
-    trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], label: str, max_share: float
-) -> list[Trajectory]:
+    trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], label: str, max_share: float,
+    earlier: tuple[int, int] = (0, 0),
+) -> list[Trajectory]:  # fmt: skip
     """Return the trajectories of all groups without a failure.
 
     A group with a failure is dropped as a whole: mostly trajectories that call tools fail, and the
     others alone would misrepresent the group. `label` names the trajectories in messages, as in
-    `step 3`. Raises ToolOutage as `check_lost_share` does.
+    `step 3`, of which some may have been sampled before: of `earlier`, how many were lost, and all.
+    Raises ToolOutage as `check_lost_share` does.
     """
     incomplete = {trajectory.group for trajectory in failed}
     kept = [t for t in trajectories if t.group not in incomplete]
-    check_lost_share(failed, len(trajectories) - len(kept), len(trajectories), label, max_share)
+    num_lost, num_total = earlier
+    num_lost, num_total = num_lost + len(trajectories) - len(kept), num_total + len(trajectories)
+    check_lost_share(failed, num_lost, num_total, label, max_share)
     return kept
 
 
@@ -196,7 +200,8 @@ class RolloutCollector(Source):
             further = num_further_prompts(num_prompts, num_live, size)
             with timings.phase("gen"):
                 finished = self.sample(step, num_prompts, min(further, max_prompts - num_prompts))
-            scored = self._score(finished, step, timings)
+            earlier = len(trajectories) - len(sampled.trajectories), len(trajectories)
+            scored = self._score(finished, step, timings, earlier)
             sampled.extend(scored)
             trajectories += finished
             num_live += len(live_groups(scored, self.config))
@@ -246,11 +251,13 @@ class RolloutCollector(Source):
         ]
         return starts, sampling
 
-    def _score(self, trajectories: list[Trajectory], step: int, timings: Timings) -> Samples:
+    def _score(
+        self, trajectories: list[Trajectory], step: int, timings: Timings, earlier: tuple[int, int]
+    ) -> Samples:
         """Score the groups none of whose members failed. Raises ToolOutage if too many did."""
         failed = [t for t in trajectories if t.status is Status.FAILED]
         max_lost_share = self.config.trainer.max_lost_share
-        complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share)
+        complete = complete_groups(trajectories, failed, f"step {step}", max_lost_share, earlier)
         with timings.phase("reward"):
             return Samples(complete, self.reward(complete))
 

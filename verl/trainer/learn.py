@@ -91,6 +91,10 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
         )
     )
     advantages, returns = estimate.advantages.float(), estimate.returns.float()
+    if "all_wrong" in batch.rows and has_gate(config) and not config.kl_in_reward:
+        # Whitening, as of `reinforce_plus_plus_baseline`, would shift closed groups from 0.
+        closed = batch.rows["all_wrong"][sequence_ids(batch.offsets)]
+        advantages, returns = advantages.masked_fill(closed, 0), returns.masked_fill(closed, 0)
     batch.tokens |= {"advantages": advantages, "returns": returns}
     return metrics
 

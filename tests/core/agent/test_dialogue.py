@@ -194,6 +194,18 @@ def test_results_of_several_calls_are_cut_equally(limit: int, expected: str) -> 
     assert SeveralCalls().respond(Turn(), fitting, ()) == expected
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["奥斯陆是挪威的首都。" * 60, '{"city":"Oslo","people":1},' * 60, "Oslo " + "首都" * 300],
+)
+def test_a_text_without_spaces_is_cut_to_what_fits(text: str) -> None:
+    """As Chinese or compact data: at least nine tenths of the budget are used (in bytes here)."""
+    limit = 600
+    agent = DialogueAgent(Limits(max_obs_length=limit), SeveralCalls(), Environment(), TOKENIZER)
+    [[item]] = agent.fit(Turn(), [(Item(text),)])
+    assert text.startswith(item.text) and 0.85 * limit < len(item.text.encode()) <= limit
+
+
 def test_disabled_tools_are_not_used() -> None:
     """They are not called, probed or asked for fingerprints, but invalid calls are counted."""
 

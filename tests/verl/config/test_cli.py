@@ -205,6 +205,12 @@ def test_option_without_effect_warns_once(
             "up to 2 weight versions old",
         ),
         (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
+        (f"{ROLLOUT}.top_p=0.9 actor_rollout_ref.actor.rollout_is=sequence", "top_p: got 0.9"),
+        (
+            f"{ROLLOUT}.top_p=0.9 actor_rollout_ref.actor.rollout_mask=geometric "
+            "actor_rollout_ref.actor.rollout_mask_threshold=2",
+            "top_p: got 0.9",
+        ),
         (
             f"{KWARGS}.speculative_config.method=ngram trainer.deterministic=true",
             f"{KWARGS}.specul",

@@ -137,6 +137,21 @@ def test_dynamic_sampling_uses_every_row_in_the_order_of_the_data() -> None:
     assert flat == order[: len(flat)]
 
 
+@pytest.mark.parametrize("fails", ["1/1", "1/4"])
+def test_losses_are_shares_of_the_step_in_every_round(fails: str) -> None:
+    """A lost group is one of five of the step, though of a further round it is a third."""
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda start: (start.group, start.sample) == (fails, 0)
+    collector = make_collector(
+        replicas, lambda t: Reward(float(t.sample == 1 and t.group != "1/0"))
+    )
+    collector.config.trainer.max_lost_share = 0.25
+    samples, metrics = collector.collect(1, Timings())
+    assert metrics["fault/trajectories_dropped"] == 3
+    assert fails not in {t.group for t in samples.trajectories}
+    assert len(replicas.requests[0][0]) == 12
+
+
 PERMANENTLY = 10_000
 FAILURES = st.dictionaries(
     st.tuples(st.integers(0, 3), st.integers(0, 2)),

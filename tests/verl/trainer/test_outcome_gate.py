@@ -140,3 +140,14 @@ def test_a_record_with_another_outcome_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"is_right":false', '"is_right":"false"'))
     with pytest.raises(DataError, match="is_right"):
         read_step(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_closed_groups_have_no_advantage_whatever_whitening_does(name: str) -> None:
+    """Right dialogues are short, so that the mean over tokens is not that over groups."""
+    mixed: list[Member] = [(1.0, True, 1), (0.0, False, 9), (0.0, False, 9)]
+    wrong: list[Member] = [(0.0, False, 5)] * 3
+    batch = trained(samples_of([mixed, wrong, mixed, wrong]), config_of(name))
+    found = [bool(x.any()) for x in batch.sequences("advantages")]
+    assert not any(found[3:6]) and not any(found[9:]) and any(found[:3])
+    assert advantage_metrics(batch)[ALL_WRONG_UPDATE] == 0.0
