@@ -80,6 +80,8 @@ class Choice(BaseModel):
 
     text: StrictStr
     finish_reason: Any = None
+    stop_reason: Any = None
+    """Of vLLM: the stop string that ended the text; an id or null for an end of sequence."""
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     logprobs: LogProbs | None = None
     prompt_logprobs: list[dict[str, PromptLogProb] | None] | None = None
@@ -181,7 +183,7 @@ class RemoteEngine(RolloutEngine):
         text = choice.text
         reason = "length" if choice.finish_reason == "length" else "stop"
         if reason == "stop":
-            text += missing_stop(text, sampling.stop)
+            text += missing_stop(text, self._possible_stops(choice, sampling))
         ids = choice.token_ids
         if ids is None:
             logger.warning("%s returns no token_ids: its text is encoded again", redact(self.url))
@@ -191,6 +193,15 @@ class RemoteEngine(RolloutEngine):
         if len(log_probs) != len(ids):
             log_probs = [math.nan] * len(ids)
         return Completion(tuple(ids), tuple(log_probs), text, reason)
+
+    def _possible_stops(self, choice: Choice, sampling: Sampling) -> Sequence[str]:
+        """Return the stop strings that may have ended a text: that which the server names, if any.
+
+        Servers that name none, nor that it was another end, leave us to guess.
+        """
+        if "stop_reason" not in choice.model_fields_set:
+            return sampling.stop
+        return [tag for tag in sampling.stop if tag == choice.stop_reason]
 
     def _error(self, error_type: type[ConfigError], got: str) -> ConfigError:
         fix = (

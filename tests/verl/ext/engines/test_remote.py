@@ -195,6 +195,16 @@ def test_an_omitted_stop_string_is_that_of_the_open_tag(text: str, missing: str)
     assert missing_stop(text, STOP) == missing
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [(None, "<answer> Oslo"), (151645, "<answer> Oslo"), ("</answer>", "<answer> Oslo</answer>")],
+)
+def test_a_tag_that_the_policy_left_open_stays_open(reason: object, text: str) -> None:
+    """VLLM names the stop string that ended a text; null and ids are ends of sequence."""
+    choice = {"text": "<answer> Oslo", "finish_reason": "stop", "stop_reason": reason}
+    assert complete(choice, []).text == text
+
+
 @pytest.mark.parametrize("url", ["http://host:port", "http://[::1"])
 def test_an_invalid_address_is_rejected(url: str) -> None:
     """It is rejected in one line when the engine is built."""
