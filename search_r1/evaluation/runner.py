@@ -15,8 +15,7 @@ from search_r1.agent.search import holds_answer
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
-from search_r1.inference.dialogue import observed, query_of
-from search_r1.retrieval.schema import Document
+from search_r1.inference.dialogue import documents_of, observed, query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, normalize_answer
 from search_r1.scoring import reward_input
@@ -73,7 +72,7 @@ class Runner:
 
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
-                documents = [i.source for i in observation.items if isinstance(i.source, Document)]
+                documents = documents_of(observation)
                 ids = tuple(document.id for document in documents)
                 has_answer = holds_answer(documents, task.row.ground_truth, self.normalize)
                 searches.append(SampleSearch(query_of(call), ids, has_answer))

@@ -18,6 +18,9 @@ from verl.engine import RolloutEngine
 from verl.errors import DataError, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
+ERROR = "Error: "
+"""Begins an observation that is no result but says what was wrong with a call."""
+
 
 @dataclass(frozen=True)
 class Search:
@@ -160,8 +163,7 @@ class _ObservedEngine(RolloutEngine):
         """Record an answered tool call; searches are kept with their documents."""
         self._is_correction_due = False
         if call.tool == "search":
-            documents = [i.source for i in observation.items if isinstance(i.source, Document)]
-            self.searches.append(Search(query_of(call), tuple(documents)))
+            self.searches.append(Search(query_of(call), documents_of(observation)))
             self.listener.searched(self.searches[-1])
 
 
@@ -248,6 +250,24 @@ def query_of(call: ToolCall) -> str:
     """Return the query of a search call."""
     arguments = call.arguments
     return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
+
+
+def documents_of(observation: Observation) -> tuple[Document, ...]:
+    """Return the passages that a search gave, best first; the message of an error is none.
+
+    Searches other than the built-in one, such as an environment's, give items without documents.
+    """
+    passages = (
+        item
+        for item in observation.items
+        if item.source is not None or item.id or item.title or not item.text.startswith(ERROR)
+    )
+    return tuple(
+        item.source
+        if isinstance(item.source, Document)
+        else Document.from_mapping({"id": item.id, "title": item.title, "text": item.text})
+        for item in passages
+    )
 
 
 def as_messages(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
