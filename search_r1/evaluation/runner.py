@@ -170,7 +170,8 @@ class Runner:
         tags = self.agent.format.tags
         dialogue = replace(reward_input(end, tags, self.normalize), question=question)
         is_stated = self.method.interleaves and end.status is Status.ANSWERED
-        is_read = self.untagged == READ or is_stated
+        is_failed = end.status is Status.FAILED  # what it wrote before an outage is no answer
+        is_read = (self.untagged == READ or is_stated) and not is_failed
         if is_read and dialogue.answer is None and dialogue.policy_texts:
             *earlier, last = dialogue.policy_texts
             text = first_sentence(last, tags) if is_stated else last
@@ -178,7 +179,7 @@ class Runner:
             dialogue = replace(dialogue, policy_texts=[*earlier, answer])
         scores = _SCORES(dialogue).components
         judge_score = None
-        if self.judge is not None and end.status is not Status.FAILED:
+        if self.judge is not None and not is_failed:
             # The judge may wait for a server, which must not block the event loop.
             judge_score = await asyncio.to_thread(self.judge, dialogue)
         stats = end.stats

@@ -112,6 +112,22 @@ def test_a_reply_without_tags_is_wrong_unless_it_is_to_be_read() -> None:
     assert lenient.dialogue == strict.dialogue
 
 
+def test_a_failed_dialogue_is_not_read() -> None:
+    """What was written before an outage is no answer, also where replies are read."""
+
+    class Guesses(Reader):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            text = "The answer is gold 7 <search> gold 7 </search>"
+            ids = self.tokenizer.encode(text)
+            return Completion(tuple(ids), (-0.5,) * len(ids), text, "stop")
+
+    for untagged in ("wrong", "read"):
+        reads = runner(UnavailableRetriever(), untagged=untagged)
+        sample = asyncio.run(reads.run(Task(ROW, 0), Guesses()))
+        assert (sample.status, sample.answer) == ("failed", None)
+        assert (sample.em, sample.f1, sample.cover_em) == (0.0, 0.0, 0.0)
+
+
 def test_an_answer_in_tags_is_read_as_ever() -> None:
     """With `untagged=read`, an answer in tags is still read from its tags."""
     reading = runner(finder([ROW]), "rag", untagged="read")
