@@ -15,7 +15,7 @@ from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, num_tokens, render
 from verl.data.rows import Message, Row
 from verl.engine import RolloutEngine
-from verl.errors import DataError, explain
+from verl.errors import PromptTooLong, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 ERROR = "Error: "
@@ -200,7 +200,7 @@ class AgentSession:
     ) -> Prompt:
         """Tokenize messages in their wording, control tokens in them broken up as in `neutral_row`.
 
-        Raises DataError if they are too long.
+        Raises PromptTooLong, or DataError if the chat template rejects them.
         """
         text = messages if isinstance(messages, str) else tuple(messages)
         row = neutral_row(Row(uid, 0, text, "asked", (), extra_info), self._row_strings)
@@ -209,7 +209,7 @@ class AgentSession:
         if len(prompt.ids) > limit:
             got = f"{num_tokens(prompt, limit)} tokens"
             fix = f"shorten it, or start with --max-start-length {len(prompt.ids)} or more"
-            raise DataError(explain("prompt", got, f"at most {limit}", fix))
+            raise PromptTooLong(explain("prompt", got, f"at most {limit}", fix))
         return prompt
 
     async def ask(

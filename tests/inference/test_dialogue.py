@@ -17,7 +17,7 @@ from tests.inference.scripted import (
     session,
 )
 from verl.agent.interface import Item, Observation
-from verl.errors import DataError
+from verl.errors import PromptTooLong
 from verl.types import Origin, Status
 
 
@@ -91,7 +91,7 @@ def test_earlier_messages_stand_before_the_question() -> None:
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     """The error has the prompt's limit and the option to change."""
-    with pytest.raises(DataError, match="--max-start-length"):
+    with pytest.raises(PromptTooLong, match="--max-start-length"):
         session(ScriptedEngine([]), limit=100).prompt("Why? " * 50)
 
 
