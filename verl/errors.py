@@ -4,6 +4,7 @@
     ├── ConfigError      an option is unknown, has the wrong type, or conflicts with another
     │   └── AnswerInvalid  a server named by an option sends an invalid response
     ├── DataError        a file or row of questions cannot be used
+    │   └── PromptTooLong  a prompt has more tokens than are allowed
     ├── ModelError       weights or tokenizer cannot be loaded
     ├── ResourceError    there are too few devices, or too little disk space
     ├── ToolError        a service that a tool needs does not respond, or responds wrongly
@@ -62,6 +63,10 @@ class AnswerInvalid(ConfigError):
 
 class DataError(UserError):
     """A file or row of questions cannot be used."""
+
+
+class PromptTooLong(DataError):
+    """A prompt has more tokens than are allowed; a shorter one would be answered."""
 
 
 class ModelError(UserError):

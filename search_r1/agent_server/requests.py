@@ -19,7 +19,7 @@ from search_r1.retrieval.errors import DeadlineExceeded
 from search_r1.retrieval.schema import well_formed
 from search_r1.retrieval.service.requests import parse, read_body
 from search_r1.retrieval.service.unknown_fields import misspelt_fields
-from verl.errors import DataError
+from verl.errors import DataError, PromptTooLong
 from verl.types import Prompt, Sampling
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -168,7 +168,8 @@ def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
     try:
         prompt = session.prompt(question, earlier)
     except DataError as error:
-        raise ApiError(400, str(error), "context_length_exceeded", "messages") from error
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        raise ApiError(400, str(error), code, "messages") from error
     chosen = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
     return AgentRequest(
         question,

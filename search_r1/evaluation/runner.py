@@ -15,8 +15,7 @@ from search_r1.agent.search import holds_answer
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
-from search_r1.inference.dialogue import observed, query_of
-from search_r1.retrieval.schema import Document
+from search_r1.inference.dialogue import documents_of, observed, query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, normalize_answer
 from search_r1.scoring import reward_input
@@ -73,7 +72,7 @@ class Runner:
 
         def record(call: ToolCall, observation: Observation) -> None:
             if call.tool == "search":
-                documents = [i.source for i in observation.items if isinstance(i.source, Document)]
+                documents = documents_of(observation)
                 ids = tuple(document.id for document in documents)
                 has_answer = holds_answer(documents, task.row.ground_truth, self.normalize)
                 searches.append(SampleSearch(query_of(call), ids, has_answer))
@@ -171,7 +170,8 @@ class Runner:
         tags = self.agent.format.tags
         dialogue = replace(reward_input(end, tags, self.normalize), question=question)
         is_stated = self.method.interleaves and end.status is Status.ANSWERED
-        is_read = self.untagged == READ or is_stated
+        is_failed = end.status is Status.FAILED  # what it wrote before an outage is no answer
+        is_read = (self.untagged == READ or is_stated) and not is_failed
         if is_read and dialogue.answer is None and dialogue.policy_texts:
             *earlier, last = dialogue.policy_texts
             text = first_sentence(last, tags) if is_stated else last
@@ -179,7 +179,7 @@ class Runner:
             dialogue = replace(dialogue, policy_texts=[*earlier, answer])
         scores = _SCORES(dialogue).components
         judge_score = None
-        if self.judge is not None and end.status is not Status.FAILED:
+        if self.judge is not None and not is_failed:
             # The judge may wait for a server, which must not block the event loop.
             judge_score = await asyncio.to_thread(self.judge, dialogue)
         stats = end.stats

@@ -15,8 +15,11 @@ from verl.data.outside import neutral_row, strings_of_rows
 from verl.data.prompts import Tokenizer, num_tokens, render
 from verl.data.rows import Message, Row
 from verl.engine import RolloutEngine
-from verl.errors import DataError, explain
+from verl.errors import PromptTooLong, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
+
+ERROR = "Error: "
+"""Begins an observation that is no result but says what was wrong with a call."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,7 @@ class _ObservedEngine(RolloutEngine):
         """Record an answered tool call; searches are kept with their documents."""
         self._is_correction_due = False
         if call.tool == "search":
-            documents = [i.source for i in observation.items if isinstance(i.source, Document)]
-            self.searches.append(Search(query_of(call), tuple(documents)))
+            self.searches.append(Search(query_of(call), documents_of(observation)))
             self.listener.searched(self.searches[-1])
 
 
@@ -198,7 +200,7 @@ class AgentSession:
     ) -> Prompt:
         """Tokenize messages in their wording, control tokens in them broken up as in `neutral_row`.
 
-        Raises DataError if they are too long.
+        Raises PromptTooLong, or DataError if the chat template rejects them.
         """
         text = messages if isinstance(messages, str) else tuple(messages)
         row = neutral_row(Row(uid, 0, text, "asked", (), extra_info), self._row_strings)
@@ -207,7 +209,7 @@ class AgentSession:
         if len(prompt.ids) > limit:
             got = f"{num_tokens(prompt, limit)} tokens"
             fix = f"shorten it, or start with --max-start-length {len(prompt.ids)} or more"
-            raise DataError(explain("prompt", got, f"at most {limit}", fix))
+            raise PromptTooLong(explain("prompt", got, f"at most {limit}", fix))
         return prompt
 
     async def ask(
@@ -248,6 +250,24 @@ def query_of(call: ToolCall) -> str:
     """Return the query of a search call."""
     arguments = call.arguments
     return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
+
+
+def documents_of(observation: Observation) -> tuple[Document, ...]:
+    """Return the passages that a search gave, best first; the message of an error is none.
+
+    Searches other than the built-in one, such as an environment's, give items without documents.
+    """
+    passages = (
+        item
+        for item in observation.items
+        if item.source is not None or item.id or item.title or not item.text.startswith(ERROR)
+    )
+    return tuple(
+        item.source
+        if isinstance(item.source, Document)
+        else Document.from_mapping({"id": item.id, "title": item.title, "text": item.text})
+        for item in passages
+    )
 
 
 def as_messages(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from search_r1.retrieval.encoders.cuts import Cuts
-from search_r1.retrieval.encoders.families import Vectors, family_of, model_name
+from search_r1.retrieval.encoders.families import Vectors, family_of, model_folder, model_name
 from search_r1.retrieval.errors import SetupError, install_command
 from search_r1.retrieval.settings import EncoderConfig
 
@@ -76,6 +76,7 @@ class PairEncoder:
         self.name = passages.name
         self.pooling, self.normalizes = passages.pooling, passages.normalizes
         self.query_prefix, self.passage_prefix = queries.query_prefix, passages.passage_prefix
+        self.has_prompts = any(getattr(e, "has_prompts", False) for e in (queries, passages))
         self.cuts = (*cuts_of(queries)[:1], *cuts_of(passages)[1:])
         dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
         if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
@@ -165,7 +166,7 @@ def _load_onnx(config: EncoderConfig, file: Path, max_length: int | None) -> Enc
         raise SetupError(
             f"{file} needs ONNX Runtime ({error}); install it: {install_command('onnx')}"
         ) from error
-    family = family_of(model_name(str(onnx.model_folder(file))), config.encoder_family)
+    family = family_of(model_name(str(model_folder(file))), config.encoder_family)
     return onnx.OnnxEncoder(file, family, config, max_length)
 
 

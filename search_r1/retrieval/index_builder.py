@@ -59,7 +59,7 @@ class BuildConfig:
     """mean, cls or pooler; default: as declared by the model folder or its family"""
     encoder_family: str | None = None
     """family of the model: e5, e5-instruct, bge-en, bge, dpr, contriever or other; determines
-    prefixes and pooling; default: from the model's name"""
+    prefixes and pooling; default: from the names of model and index"""
     devices: tuple[str, ...] = ()
     """devices that encode in parallel, one process each; default: all GPUs, else cpu"""
     faiss_type: str = "Flat"
@@ -105,7 +105,7 @@ class AppendConfig:
     pooling_method: str | None = None
     """mean, cls or pooler; default: as declared by the model folder or its family"""
     encoder_family: str | None = None
-    """family of the model; default: from the model's name"""
+    """family of the model; default: from the names of model and index"""
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import jinja2
 import openai
 import pytest
 
@@ -144,6 +145,21 @@ def test_there_is_one_model() -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             ask(url, model="gpt")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_only_a_long_prompt_exceeds_the_context() -> None:
+    """Clients shorten the history at this code, in vain for roles that the template refuses."""
+
+    class Alternates(ByteTokenizer):
+        def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+            raise jinja2.TemplateError("Conversation roles must alternate")
+
+        chat_template = "alternates"
+
+    agent = replace(session(ScriptedEngine([])), tokenizer=Alternates())
+    with serving(agent) as url, pytest.raises(openai.BadRequestError) as caught:
+        ask(url, [{"role": "user", "content": "a"}, {"role": "user", "content": QUESTION}])
+    assert (caught.value.param, caught.value.code) == ("messages", None)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from search_r1.datasets.wording import PromptStyle, prompt_writer
+from search_r1.environments.openenv import items_of
 from search_r1.evaluation.runner import Task, check_rows
 from search_r1.evaluation.samples import Sample
 from search_r1.retrieval.in_memory import InMemoryRetrieval
@@ -17,12 +18,15 @@ from search_r1.rewards.normalize import RULES
 from tests.core.agent.chat_templates import ChatTokenizer
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer, UnavailableRetriever
+from verl.agent.environment import Environment
+from verl.agent.interface import Observation, Tool
 from verl.agent.native import NativeFormat
 from verl.data.prompts import render
 from verl.errors import DataError
 from verl.types import Completion, Sampling
 
 ROW = row(7)
+SEARCH_PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
 
 
 def play(retrieval: Retrieval, method: str = "agent", engine: Reader | None = None) -> Sample:
@@ -42,6 +46,43 @@ def test_the_agent_searches_reads_and_answers() -> None:
     assert len(texts["policy"].encode()) == sample.policy_tokens
     assert len(texts["observation"].encode()) == sample.observation_tokens
     assert "What is thing 7?" in texts["prompt"]
+
+
+@dataclass
+class EnvironmentSearch(Tool):
+    """A search whose items are those of an environment's server, without our documents."""
+
+    name = "search"
+    description = "finds"
+    parameters = SEARCH_PARAMETERS
+    counted_as = "searches"
+    result: object
+
+    async def call(self, query: str) -> Observation:  # type: ignore[override]
+        return Observation(tuple(items_of({"tool_name": "search", "result": self.result})))
+
+
+@pytest.mark.parametrize(
+    ("result", "has_answer", "num_documents"),
+    [
+        ([{"id": "7", "title": "Things", "text": "It is gold 7 ."}], True, 1),
+        ([{"text": "It is gold 7 ."}, {"text": "no"}], True, 2),
+        ("It is gold 7 .", True, 1),
+        ([{"id": "8", "text": "none"}], False, 1),
+        ("Error: no such index", False, 0),
+    ],
+)
+def test_searches_of_environments_are_seen(
+    result: object, has_answer: bool, num_documents: int
+) -> None:
+    """Passages that are not our documents count as such, by their own ids if they have any."""
+    ours = runner(finder([ROW]))
+    agent = ours.agent.within(Environment((EnvironmentSearch(result),)))
+    sample = asyncio.run(replace(ours, agent=agent).run(Task(ROW, 0), Reader()))
+    (search,) = sample.searches
+    assert (search.has_answer, len(set(search.documents))) == (has_answer, num_documents)
+    if isinstance(result, list) and "id" in result[0]:
+        assert search.documents == (result[0]["id"],)
 
 
 def test_without_documents_the_agent_misses() -> None:
@@ -69,6 +110,22 @@ def test_a_reply_without_tags_is_wrong_unless_it_is_to_be_read() -> None:
     assert (strict.answer, strict.em) == (None, 0.0)
     assert (lenient.answer, lenient.em, lenient.f1, lenient.cover_em) == ("gold 7.", 1.0, 1.0, 1.0)
     assert lenient.dialogue == strict.dialogue
+
+
+def test_a_failed_dialogue_is_not_read() -> None:
+    """What was written before an outage is no answer, also where replies are read."""
+
+    class Guesses(Reader):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            text = "The answer is gold 7 <search> gold 7 </search>"
+            ids = self.tokenizer.encode(text)
+            return Completion(tuple(ids), (-0.5,) * len(ids), text, "stop")
+
+    for untagged in ("wrong", "read"):
+        reads = runner(UnavailableRetriever(), untagged=untagged)
+        sample = asyncio.run(reads.run(Task(ROW, 0), Guesses()))
+        assert (sample.status, sample.answer) == ("failed", None)
+        assert (sample.em, sample.f1, sample.cover_em) == (0.0, 0.0, 0.0)
 
 
 def test_an_answer_in_tags_is_read_as_ever() -> None:

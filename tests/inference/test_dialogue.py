@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from search_r1.inference.dialogue import AgentSession, Reply, Source, as_messages
+from search_r1.inference.dialogue import AgentSession, Reply, Source, as_messages, documents_of
+from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import (
     NORWAY,
@@ -15,7 +16,8 @@ from tests.inference.scripted import (
     SpellingEngine,
     session,
 )
-from verl.errors import DataError
+from verl.agent.interface import Item, Observation
+from verl.errors import PromptTooLong
 from verl.types import Origin, Status
 
 
@@ -37,6 +39,15 @@ def test_a_reply_holds_answer_searches_and_sources() -> None:
     written = reply.to_json()
     assert written["searches"][0]["documents"][1] == {"id": "7", "title": "Norway"}
     assert [s["origin"] for s in written["segments"]] == ["policy", "observation"] * 2 + ["policy"]
+
+
+def test_passages_without_documents_are_sources() -> None:
+    """Items of an environment or an own tool become documents; the message of an error is none."""
+    items = (Item("It is Oslo.", "Norway", "7"), Item("two"), Item("three"), Item("Error: no"))
+    found = documents_of(Observation((Item(OSLO.text, source=OSLO), *items)))
+    assert found[0] is OSLO and found[1] == Document.from_title("7", "Norway", "It is Oslo.")
+    assert [document.text for document in found[2:]] == ["two", "three"]
+    assert len({document.id for document in found}) == 4
 
 
 def test_everything_is_heard_in_its_order() -> None:
@@ -80,7 +91,7 @@ def test_earlier_messages_stand_before_the_question() -> None:
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     """The error has the prompt's limit and the option to change."""
-    with pytest.raises(DataError, match="--max-start-length"):
+    with pytest.raises(PromptTooLong, match="--max-start-length"):
         session(ScriptedEngine([]), limit=100).prompt("Why? " * 50)
 
 

@@ -27,6 +27,8 @@ FAMILY_OF = {
     "multilingual-e5-large-instruct": "e5-instruct",
     "e5-mistral-7b-instruct": "e5-instruct",
     "bge-base-en-v1.5": "bge-en",
+    "bge_base_en_v1.5": "bge-en",
+    "BAAI_bge.small.en": "bge-en",
     "bge-m3": "bge",
     "dpr-ctx_encoder-single-nq-base": "dpr",
     "facebook-dpr-question_encoder-multiset-base": "dpr",

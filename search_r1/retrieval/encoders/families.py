@@ -20,7 +20,7 @@ class Family:
 
     name: str
     pattern: str
-    """Regular expression that matches a whole word in the lower-case name of a model."""
+    """Regular expression that matches a whole word in a model's name, lower-case and with `-`."""
     query_prefix: str = ""
     passage_prefix: str = ""
     pooling: str | None = None
@@ -31,7 +31,7 @@ class Family:
 
 E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 FAMILIES = (
-    Family("e5-instruct", r"e5[a-z0-9_-]*instruct", f"Instruct: {E5_TASK}\nQuery: ", "", "mean"),
+    Family("e5-instruct", r"e5[a-z0-9-]*instruct", f"Instruct: {E5_TASK}\nQuery: ", "", "mean"),
     Family("e5", "e5", "query: ", "passage: ", "mean"),
     Family(
         "bge-en",
@@ -56,13 +56,24 @@ def model_name(model_path: str) -> str:
     return path.name
 
 
+def model_folder(file: Path) -> Path:
+    """Return the model folder of an ONNX file, which lies there or in a folder inside."""
+    inside, around = file.absolute().parents[:2]
+    is_whole = (inside / "tokenizer.json").exists() and not (around / "modules.json").exists()
+    return inside if is_whole else around
+
+
 def family_of(name: str, family_name: str | None = None) -> Family:
-    """Return family `family_name`, or else the one that matches model `name`; raises SetupError."""
+    """Return family `family_name`, or else the one that matches model `name`; raises SetupError.
+
+    `_` and `.` count as `-`: local copies are often named so.
+    """
     if family_name is not None and family_name not in NAMES:
         raise SetupError(f"--encoder_family {family_name}; expected {', '.join(NAMES)}")
+    plain = re.sub("[_.]", "-", name.lower())
     for family in FAMILIES:
         word = rf"(?<![a-z0-9])(?:{family.pattern})(?![a-z0-9])"
-        if family_name == family.name or (family_name is None and re.search(word, name.lower())):
+        if family_name == family.name or (family_name is None and re.search(word, plain)):
             return family
     return OTHER
 

@@ -17,7 +17,13 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 from tokenizers import Tokenizer
 
 from search_r1.retrieval.encoders.cuts import Cuts
-from search_r1.retrieval.encoders.families import Family, Vectors, input_limit, model_name
+from search_r1.retrieval.encoders.families import (
+    Family,
+    Vectors,
+    input_limit,
+    model_folder,
+    model_name,
+)
 from search_r1.retrieval.errors import SetupError
 from search_r1.retrieval.settings import EncoderConfig
 from verl.errors import explain
@@ -77,7 +83,8 @@ class OnnxEncoder:
             declared = _pooling_of(_json(folder / modules[1]["path"] / "config.json"))
         settings = _json(folder / "config_sentence_transformers.json", {})
         found = [_prompt(settings.get("prompts") or {}, names) for names in PROMPTS]
-        if any(found):
+        self.has_prompts = any(found)
+        if self.has_prompts:
             self.query_prefix, self.passage_prefix = found
         if (pooling or declared) not in POOLINGS or (declared and pooling not in (None, declared)):
             raise ValueError(f"pooling {pooling or declared}, expected {declared or 'mean or cls'}")
@@ -136,13 +143,6 @@ class OnnxEncoder:
         if self.normalizes:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return vectors
-
-
-def model_folder(file: Path) -> Path:
-    """Return the model folder of an ONNX file, which lies there or in a folder inside."""
-    inside, around = file.absolute().parents[:2]
-    is_whole = (inside / "tokenizer.json").exists() and not (around / "modules.json").exists()
-    return inside if is_whole else around
 
 
 def _check_options(file: Path, config: EncoderConfig) -> None:

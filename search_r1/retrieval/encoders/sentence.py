@@ -179,7 +179,8 @@ class SentenceEncoder:
             next((model.prompts[name] for name in names if model.prompts.get(name)), "")
             for names in (QUERY_PROMPTS, PASSAGE_PROMPTS)
         ]
-        if any(prompts):
+        self.has_prompts = any(prompts)
+        if self.has_prompts:
             self.query_prefix, self.passage_prefix = prompts
         self._model = self._assemble(*model) if is_simple else model.to(self._dtype)
         length: int | None = model.max_seq_length

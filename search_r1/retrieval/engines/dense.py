@@ -17,6 +17,7 @@ import numpy as np
 from search_r1.retrieval.corpus import Corpus, Mask
 from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.encoders.prefixes import check_prefixes, recognised
 from search_r1.retrieval.engines.base import Ranking, RowRetriever, stage
 from search_r1.retrieval.engines.filtered import attach
 from search_r1.retrieval.engines.own_rows import check_own_rows
@@ -87,7 +88,10 @@ def open_dense(config: RetrieverConfig, open_index: Callable[[Path], VectorIndex
     file = vectors_file(path)
     read_ahead(file)
     index = open_index(file)
-    encoder = open_encoder(config.encoder)
+    name = manifest.engine if manifest else config.retriever_name
+    settings = recognised(config.encoder, name, manifest)
+    encoder = open_encoder(settings)
+    check_prefixes(encoder, settings, manifest, path)
     check(path, manifest, index, corpus, encoder)
     index.load(corpus, encoder)
     check_own_rows(config.retriever_name, path, index, corpus, encoder)

@@ -23,6 +23,7 @@ from search_r1.bearer import read_token
 from search_r1.retrieval.corpus import Corpus, sample_indices
 from search_r1.retrieval.encoder import Encoder, cuts_of, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.encoders.prefixes import check_prefixes, recognised
 from search_r1.retrieval.engines.base import Filter, Retriever, stage
 from search_r1.retrieval.engines.dense import encode_queries, probe
 from search_r1.retrieval.engines.fusion import joined, reciprocal
@@ -263,7 +264,9 @@ def open_remote(config: RetrieverConfig) -> RemoteRetriever:
         raise SetupError(explain("--retriever_model", got, "the encoder of its vectors", fix))
     encoder = None
     if model:
-        encoder = open_encoder(config.encoder)
+        settings = recognised(config.encoder, manifest.engine, manifest)
+        encoder = open_encoder(settings)
+        check_prefixes(encoder, settings, manifest, str(address))
         check_probe(manifest, str(address), encoder.name, probe(encoder))
     collection.load()
     if (count := collection.count()) != manifest.count:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, open_encoder
+from search_r1.retrieval.encoders.prefixes import check_prefixes
 from search_r1.retrieval.engines.dense import VECTORS_NAME, probe
 from search_r1.retrieval.engines.faiss_index import check_gpu
 from search_r1.retrieval.engines.flat_file import check_finite, reason_of
@@ -63,6 +64,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     if config.faiss_gpu:
         check_gpu("train")
     encoder = open_encoder(settings[0], config.max_length)
+    check_prefixes(encoder, settings[0])
     manifest = manifest_of(config, corpus, encoder, MADE_WITH)
     check_factory(config.faiss_type, manifest.dim, len(corpus))
     fields = read_fields(corpus, config.filter_fields)
@@ -90,7 +92,9 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
 def open_own_encoder(config: BuildConfig, manifest: Manifest, folder: Path) -> Encoder:
     """Open the encoder of an index. Raises IndexMismatch for another one, or damaged files."""
     manifest.check_files(folder, whole=False)
-    encoder = open_encoder(encoder_settings(config)[0], manifest.max_length)
+    settings = encoder_settings(config, manifest)[0]
+    encoder = open_encoder(settings, manifest.max_length)
+    check_prefixes(encoder, settings, manifest, folder)
     check_probe(manifest, folder, encoder.name, probe(encoder))
     return encoder
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, HashEncoder
+from search_r1.retrieval.encoders.prefixes import recognised
 from search_r1.retrieval.engines.dense import probe
 from search_r1.retrieval.errors import IndexMismatch, SetupError
 from search_r1.retrieval.index.build_folder import utc_now
@@ -16,8 +17,11 @@ from search_r1.retrieval.manifest import Manifest
 from search_r1.retrieval.settings import EncoderConfig
 
 
-def encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
-    """Return the encoder settings of each device; raises SetupError for invalid options."""
+def encoder_settings(config: BuildConfig, manifest: Manifest | None = None) -> list[EncoderConfig]:
+    """Return the encoder settings of each device; raises SetupError for invalid options.
+
+    `manifest`: of the index that is extended, if any.
+    """
     if config.model_path is None:
         raise SetupError(
             f"--retrieval_method {config.retrieval_method} without --model_path; expected bm25, "
@@ -33,6 +37,7 @@ def encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
         encoder_dtype="float16" if config.use_fp16 else "float32",
         trust_remote_code=config.trust_remote_code,
     )
+    settings = recognised(settings, config.retrieval_method, manifest)
     if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
         return [settings]
     from search_r1.retrieval.engines.torch_flat import choose_devices  # noqa: PLC0415 - torch

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from search_r1.retrieval.corpus import Corpus
 from search_r1.retrieval.encoder import Encoder, open_encoder
 from search_r1.retrieval.encoders.families import Vectors
+from search_r1.retrieval.encoders.prefixes import check_prefixes
 from search_r1.retrieval.engines.flat_file import check_finite
 from search_r1.retrieval.engines.remote import (
     Address,
@@ -68,6 +69,7 @@ def fill(config: BuildConfig, corpus: Corpus) -> None:
     cuts, encode = None, None
     if settings is not None:
         encoder = open_encoder(settings, config.max_length)
+        check_prefixes(encoder, settings)
         manifest = manifest_of(config, corpus, encoder, collection.made_with)
         encode = _encoder_of(config, corpus, encoder)
         cuts = fresh_cuts(encoder)
