@@ -144,7 +144,7 @@ class Runner:
         self, task: Task, documents: str = "", thoughts: str = "", number: int = 0
     ) -> Trajectory:
         """Return a trajectory with the method's prompt; `number` counts prompts of a dialogue."""
-        prompt = self.render(apply_method(task.row, self.method, documents, thoughts))
+        prompt = self.prompt(task.row, documents, thoughts)
         seed = derived_seed(self.seed, *task.key)
         if number:
             seed = derived_seed(seed, f"prompt {number}")
@@ -157,6 +157,20 @@ class Runner:
     def row_strings(self) -> ControlStrings:
         """Control tokens that rows may not contain."""
         return strings_of_rows(self.tokenizer, self.agent.format.tags)
+
+    def prompt(
+        self, row: Row, documents: str = "", thoughts: str = "", limit: int = sys.maxsize
+    ) -> Prompt:
+        """Render the method's prompt for a row, with the question in `extra_info`.
+
+        Raises DataError if a baseline's question is unknown.
+        """
+        asked = apply_method(row, self.method, documents, thoughts)
+        if self.method.template is not None:
+            return self.render(asked, limit)
+        # The row as it is: a run breaks up control tokens of a question that it has, not of one
+        # that was found in a prompt, whose own tokens may follow it.
+        return replace(self.render(row, limit), extra_info=asked.extra_info)
 
     def render(self, row: Row, limit: int = sys.maxsize) -> Prompt:
         """Render a row as training does, with the tools of the format."""
@@ -216,7 +230,7 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     num_reserved = runner.agent.limits.max_obs_length * method.num_searches(runner.max_turns)
     lengths = {}
     for row in rows:
-        prompt = runner.render(apply_method(row, method), limit)
+        prompt = runner.prompt(row, limit=limit)
         lengths[prompt.uid] = len(prompt.ids)
         if isinstance(runner.agent, DocumentsFirst):
             known_question(prompt)

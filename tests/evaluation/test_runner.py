@@ -18,6 +18,7 @@ from tests.core.agent.chat_templates import ChatTokenizer
 from tests.evaluation.scripted import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer, UnavailableRetriever
 from verl.agent.native import NativeFormat
+from verl.data.outside import neutral_row
 from verl.data.prompts import render
 from verl.errors import DataError
 from verl.types import Completion, Sampling
@@ -238,6 +239,19 @@ def test_line_32_questions_of_rows_make_no_control_tokens(method: str) -> None:
         asyncio.run(runner(finder([ROW]), method).run(Task(asked, 0), engine))
         assert "< eos> < pad>?" in engine.prompts[0]
         assert "<eos>" not in engine.prompts[0]
+
+
+@pytest.mark.parametrize("end", ["<eos>\n", "<|im_end|><eos>"])
+def test_a_rendered_prompt_is_asked_as_in_training(end: str) -> None:
+    """Control tokens behind the question of a text are meant, as a run and `infer` have them."""
+    asking, text = runner(finder([ROW])), f"Question: What is thing 7?{end}"
+    asked = replace(ROW, prompt=text)
+    prompt = asking.prompt(asked)
+    trained = render(neutral_row(asked, asking.row_strings), asking.tokenizer)
+    assert (prompt.ids, prompt.text) == (trained.ids, text)
+    engine = Reader()
+    asyncio.run(asking.run(Task(asked, 0), engine))
+    assert engine.prompts[0] == text
 
 
 def test_a_native_format_shows_its_tools_as_in_training() -> None:
