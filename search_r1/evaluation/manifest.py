@@ -13,6 +13,7 @@ import verl
 from search_r1.agent.generation import build_environment, build_tag_format
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.shown_tools import recorded_schemas
 from verl.agent.settings import SETTINGS, get_option
 from verl.config import Config
 from verl.errors import redact
@@ -41,8 +42,12 @@ def build_manifest(
     """
     method = METHODS[options.method]
     names = [Path(file).name for file in options.data]
-    template = method.template or build_tag_format(config, build_environment(config).tools)
+    tools = build_environment(config).tools if method.template is None else ()
+    template = method.template or build_tag_format(config, tools)
+    shown = recorded_schemas(template.name, tools)
     template_text = repr(sorted(asdict(template).items()))
+    if shown:
+        template_text += repr(shown)
     if config.data.chat_template_kwargs:
         template_text += repr(sorted(config.data.chat_template_kwargs.items()))
     acts = method.template is None or method.interleaves
@@ -73,6 +78,7 @@ def build_manifest(
         "retriever": dict(retriever),
         "method": options.method,
         **named,
+        **shown,
         "template": {"name": template.name, "sha256": _digest(template_text)},
         "decoding": {
             **{name: getattr(options, name) for name in DECODING},

@@ -8,6 +8,7 @@ import pytest
 
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.shown_tools import KEY, schemas_of
 from search_r1.evaluation.store import differences
 from search_r1.inference.building import run_config
 
@@ -89,3 +90,23 @@ def test_an_endpoint_is_named_and_its_key_is_not(
     assert (found["model"]["endpoint"], found["model"]["served_model"]) == ("http://e", "m")
     assert "files" not in found["model"]
     assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"template": "native"}, None),
+        ({"template": "native", "tools": ("search", "visit")}, ["search", "visit"]),
+        ({"template": "native", "tools": ("search", "visit"), "method": "rag"}, None),
+        ({"template": "tools", "tools": ("search", "visit")}, None),
+    ],
+)
+def test_tools_that_a_chat_template_shows_are_recorded(
+    world: dict[str, Any], more: dict[str, Any], expected: list[str] | None
+) -> None:
+    """Their schemas, unless they are the default, so that older manifests stay equal."""
+    found = manifest(world, **more)
+    assert (KEY in found) is (expected is not None)
+    shown = [s["function"]["name"] for s in schemas_of(found)]
+    is_native = found["template"]["name"] == "native"
+    assert shown == (expected or ["search"] if is_native else [])
