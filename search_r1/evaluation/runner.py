@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from search_r1.agent.documents_first import DocumentsFirst, known_question
+from search_r1.agent.generation import check_prompts
 from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.agent.question import question_of
 from search_r1.agent.search import holds_answer
@@ -224,16 +225,18 @@ class Runner:
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens.
 
-    The same if the agent needs a question that a row does not have.
+    The same if the agent needs a question that a row does not have, or if a run of the agent would
+    refuse the prompt's tags; warns of another wording.
     """
     method = runner.method
     num_reserved = runner.agent.limits.max_obs_length * method.num_searches(runner.max_turns)
-    lengths = {}
-    for row in rows:
-        prompt = runner.prompt(row, limit=limit)
-        lengths[prompt.uid] = len(prompt.ids)
-        if isinstance(runner.agent, DocumentsFirst):
+    prompts = [runner.prompt(row, limit=limit) for row in rows]
+    if isinstance(runner.agent, DocumentsFirst):
+        for prompt in prompts:
             known_question(prompt)
+    if method.template is None:  # the others replace the prompts of the rows
+        check_prompts(runner.agent.format, prompts)
+    lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
     overlong = [uid for uid, length in lengths.items() if length + num_reserved > limit]
     if overlong:
         longest = max(lengths.values()) + num_reserved

@@ -1,6 +1,7 @@
 """Running and scoring one question with each method."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -227,6 +228,25 @@ def test_long_prompts_are_refused_not_left_out() -> None:
         check_rows(rows, runner(EmptyRetrieval()), 100)
     with pytest.raises(DataError, match="--max-start-length"):
         check_rows(rows, runner(EmptyRetrieval(), "rag"), 500)
+
+
+@pytest.mark.parametrize("method", ["agent", "direct", "cot", "rag", "ircot"])
+def test_prompts_with_other_tags_are_refused_as_by_a_run(method: str) -> None:
+    """Of the agent, which is asked with them; baselines replace them."""
+    text = "Search with <tool_call> query </tool_call>. Question: What is thing 7?"
+    other = replace(ROW, prompt=({"role": "user", "content": text},))
+    refused = pytest.raises(DataError, match=r"rows\.jsonl#7: got .*<tool_call>.* fix: set ")
+    with refused if method == "agent" else contextlib.nullcontext():
+        check_rows([ROW, other], runner(EmptyRetrieval(), method), 10_000)
+
+
+@pytest.mark.parametrize("method", ["agent", "rag"])
+def test_prompts_in_other_words_are_told(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As a run does, for the agent alone."""
+    worded = replace(ROW, prompt="Find out with <search>. Question: What is thing 7?")
+    check_rows([ROW, worded], runner(EmptyRetrieval(), method), 10_000)
+    names = [record.name for record in caplog.records]
+    assert names == (["search_r1.agent.worded"] if method == "agent" else [])
 
 
 @pytest.mark.parametrize("method", ["agent", "direct", "rag"])
