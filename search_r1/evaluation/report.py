@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from search_r1.evaluation import published
+from search_r1.evaluation import published, shown_tools
 from search_r1.evaluation.measures import num_judged_differently, titles
 from search_r1.evaluation.options import READ
 from search_r1.evaluation.samples import FAILED, Sample
@@ -169,8 +169,8 @@ def _interval(name: str, interval: Interval | None, sign: str = "") -> str:
     return f"[{_number(name, interval.low, sign)}, {_number(name, interval.high, sign)}]"
 
 
-NAMED_IN_LEGEND = ("model", "data", "retriever", "method")
-"""Parts of a manifest that every table names, or that must be equal."""
+NAMED_IN_LEGEND = ("model", "data", "retriever", "method", shown_tools.KEY)
+"""Parts of a manifest that every table names, that must be equal, or are in the template's hash."""
 WITHOUT_DOCUMENTS = ("empty", "random")
 """Control retrievers with which search utility is compared."""
 

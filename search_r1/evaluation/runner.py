@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from search_r1.agent.documents_first import DocumentsFirst, known_question
+from search_r1.agent.generation import check_prompts
 from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.agent.question import question_of
 from search_r1.agent.search import holds_answer
@@ -143,7 +144,7 @@ class Runner:
         self, task: Task, documents: str = "", thoughts: str = "", number: int = 0
     ) -> Trajectory:
         """Return a trajectory with the method's prompt; `number` counts prompts of a dialogue."""
-        prompt = self.render(apply_method(task.row, self.method, documents, thoughts))
+        prompt = self.prompt(task.row, documents, thoughts)
         seed = derived_seed(self.seed, *task.key)
         if number:
             seed = derived_seed(seed, f"prompt {number}")
@@ -156,6 +157,20 @@ class Runner:
     def row_strings(self) -> ControlStrings:
         """Control tokens that rows may not contain."""
         return strings_of_rows(self.tokenizer, self.agent.format.tags)
+
+    def prompt(
+        self, row: Row, documents: str = "", thoughts: str = "", limit: int = sys.maxsize
+    ) -> Prompt:
+        """Render the method's prompt for a row, with the question in `extra_info`.
+
+        Raises DataError if a baseline's question is unknown.
+        """
+        asked = apply_method(row, self.method, documents, thoughts)
+        if self.method.template is not None:
+            return self.render(asked, limit)
+        # The row as it is: a run breaks up control tokens of a question that it has, not of one
+        # that was found in a prompt, whose own tokens may follow it.
+        return replace(self.render(row, limit), extra_info=asked.extra_info)
 
     def render(self, row: Row, limit: int = sys.maxsize) -> Prompt:
         """Render a row as training does, with the tools of the format."""
@@ -210,16 +225,18 @@ class Runner:
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     """Raise DataError if a prompt, with room for its documents, is longer than `limit` tokens.
 
-    The same if the agent needs a question that a row does not have.
+    The same if the agent needs a question that a row does not have, or if a run of the agent would
+    refuse the prompt's tags; warns of another wording.
     """
     method = runner.method
     num_reserved = runner.agent.limits.max_obs_length * method.num_searches(runner.max_turns)
-    lengths = {}
-    for row in rows:
-        prompt = runner.render(apply_method(row, method), limit)
-        lengths[prompt.uid] = len(prompt.ids)
-        if isinstance(runner.agent, DocumentsFirst):
+    prompts = [runner.prompt(row, limit=limit) for row in rows]
+    if isinstance(runner.agent, DocumentsFirst):
+        for prompt in prompts:
             known_question(prompt)
+    if method.template is None:  # the others replace the prompts of the rows
+        check_prompts(runner.agent.format, prompts)
+    lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
     overlong = [uid for uid, length in lengths.items() if length + num_reserved > limit]
     if overlong:
         longest = max(lengths.values()) + num_reserved

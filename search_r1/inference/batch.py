@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from search_r1.agent.generation import check_prompts
 from search_r1.agent.question import question_of
 from search_r1.inference.agent_options import InferenceOptions
 from search_r1.inference.dialogue import AgentSession
@@ -85,6 +86,20 @@ async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, 
     return num_failed
 
 
+def check_rows(questions: Sequence[BatchQuestion], session: AgentSession) -> None:
+    """Raise DataError for prompts of rows with other tags than the agent's; warn of other words.
+
+    Those that cannot be asked are left out: each fails alone.
+    """
+    prompts = []
+    for question in questions:
+        if question.messages is not None:
+            with contextlib.suppress(DataError):
+                prompt = session.render(question.messages, question.uid, question.extra_info)
+                prompts.append(replace(prompt, uid=question.uid))
+    check_prompts(session.agent.format, prompts)
+
+
 async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, Any]:
     """Return the reply as JSON, or a failed status with the error."""
     uid, text, messages = question.uid, question.question, question.messages
@@ -101,7 +116,10 @@ async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, A
 
 
 async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> int:
-    """Answer every question of a file; return the exit code, which is 2 if any question failed."""
+    """Answer every question of a file; return the exit code, which is 2 if any question failed.
+
+    Raises DataError for a file that cannot be read, or whose rows have other tags (`check_rows`).
+    """
     questions = read_questions(file)
     # Lock the output before loading a model, so that an unwritable file fails at once.
     lock = contextlib.nullcontext() if out is None else exclusive_lock(out, "--out", lock=out)
@@ -109,6 +127,7 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
     with lock:
         try:
             async with open_session(options) as session:
+                check_rows(questions, session)
                 with _open_output(out) as target:
                     num_failed = await answer_all(questions, session, target)
         finally:

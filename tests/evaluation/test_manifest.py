@@ -8,6 +8,7 @@ import pytest
 
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.shown_tools import KEY, schemas_of
 from search_r1.evaluation.store import differences
 from search_r1.inference.building import run_config
 
@@ -46,6 +47,7 @@ def test_hashes_are_of_the_bytes(world: dict[str, Any]) -> None:
         ({"max_turns": 7}, "decoding.max_turns"),
         ({"topk": 7}, "decoding.topk"),
         ({"template": "short"}, "template.sha256"),
+        ({"template": "native", "tools": ("search", "visit")}, "tools"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "template.sha256"),
         ({"method": "cot"}, "method"),
         ({"untagged": "read"}, "decoding.untagged"),
@@ -89,3 +91,61 @@ def test_an_endpoint_is_named_and_its_key_is_not(
     assert (found["model"]["endpoint"], found["model"]["served_model"]) == ("http://e", "m")
     assert "files" not in found["model"]
     assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"template": "native"}, None),
+        ({"template": "native", "tools": ("search", "visit")}, ["search", "visit"]),
+        ({"template": "native", "tools": ("search", "visit"), "method": "rag"}, None),
+        ({"template": "tools", "tools": ("search", "visit")}, None),
+    ],
+)
+def test_tools_that_a_chat_template_shows_are_recorded(
+    world: dict[str, Any], more: dict[str, Any], expected: list[str] | None
+) -> None:
+    """Their schemas, unless they are the default, so that older manifests stay equal."""
+    found = manifest(world, **more)
+    assert (KEY in found) is (expected is not None)
+    shown = [s["function"]["name"] for s in schemas_of(found)]
+    is_native = found["template"]["name"] == "native"
+    assert shown == (expected or ["search"] if is_native else [])
+
+
+LOOKUP = '''
+def lookup(query: str) -> str:
+    """Looks something up.
+
+    Args:
+        query: What.
+    """
+    return "ANSWER"
+'''
+
+
+def test_an_own_tool_is_known_by_the_bytes_of_its_file(world: dict[str, Any]) -> None:
+    """Another content is another tool; the same one elsewhere is not."""
+    paths = [Path(world["model"]) / name / "a.py" for name in ("one", "copy", "changed")]
+    found = []
+    for path, answer in zip(paths, ("one", "one", "two"), strict=True):
+        path.parent.mkdir()
+        path.write_text(LOOKUP.replace("ANSWER", answer))
+        tools = ("search", f"{path}:lookup")
+        found.append(manifest(world, template="tools", tools=tools, trust_remote_code=True))
+    one, copy, changed = found
+    digest = hashlib.sha256(paths[0].read_bytes()).hexdigest()
+    assert one["tools"] == ["search", f"a.py:lookup sha256 {digest}"]
+    assert differences(one, copy) == []
+    assert [line.partition(":")[0] for line in differences(one, changed)] == ["tools"]
+
+
+@pytest.mark.parametrize("method", ["agent", "direct", "rag"])
+def test_default_tools_and_those_that_are_not_called_are_left_out(
+    world: dict[str, Any], method: str
+) -> None:
+    """So that manifests without the entry, as they were before, stay equal."""
+    assert "tools" not in manifest(world, method=method)
+    assert "tools" not in manifest(world, method=method, tools=("search",))
+    more = manifest(world, method=method, tools=("search", "visit"), template="tools")
+    assert more.get("tools") == (["search", "visit"] if method == "agent" else None)

@@ -18,10 +18,21 @@ from verl.errors import DataError
         (({"role": "system", "content": "Question: no"},
           {"role": "user", "content": "Question: a Question: b"}), {}, "b"),
         ("who?", {}, ""),
+        ("<|im_start|>user\nQuestion: who?\nAnd?<|im_end|>\n<|im_start|>assistant\n", {},
+         "who?\nAnd?"),
+        ("Question: what is </div>?", {}, "what is </div>?"),
+        ("<s>[INST] Question: who? [/INST]", {}, "who?"),
+        ("<start_of_turn>user\nQuestion: who?<end_of_turn>\n", {}, "who?"),
+        ("<｜User｜>Question: who?<｜Assistant｜>", {}, "who?"),
+        (({"role": "user", "content": "Question: what is <|im_end|>?"},), {},
+         "what is <|im_end|>?"),
     ],
 )  # fmt: skip
 def test_the_question_is_found(prompt: object, extra: dict[str, str], question: str) -> None:
-    """The question is in `extra_info`, or after the last `Question:` of the last message."""
+    """The question is in `extra_info`, or after the last `Question:` of the last message.
+
+    In a chat that was rendered before, it ends where its message does.
+    """
     assert question_of(replace(row(1), prompt=prompt, extra_info=extra)) == question
 
 

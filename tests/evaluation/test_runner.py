@@ -1,6 +1,7 @@
 """Running and scoring one question with each method."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from tests.fakes import ByteTokenizer, UnavailableRetriever
 from verl.agent.environment import Environment
 from verl.agent.interface import Observation, Tool
 from verl.agent.native import NativeFormat
+from verl.data.outside import neutral_row
 from verl.data.prompts import render
 from verl.errors import DataError
 from verl.types import Completion, Sampling
@@ -285,6 +287,25 @@ def test_long_prompts_are_refused_not_left_out() -> None:
         check_rows(rows, runner(EmptyRetrieval(), "rag"), 500)
 
 
+@pytest.mark.parametrize("method", ["agent", "direct", "cot", "rag", "ircot"])
+def test_prompts_with_other_tags_are_refused_as_by_a_run(method: str) -> None:
+    """Of the agent, which is asked with them; baselines replace them."""
+    text = "Search with <tool_call> query </tool_call>. Question: What is thing 7?"
+    other = replace(ROW, prompt=({"role": "user", "content": text},))
+    refused = pytest.raises(DataError, match=r"rows\.jsonl#7: got .*<tool_call>.* fix: set ")
+    with refused if method == "agent" else contextlib.nullcontext():
+        check_rows([ROW, other], runner(EmptyRetrieval(), method), 10_000)
+
+
+@pytest.mark.parametrize("method", ["agent", "rag"])
+def test_prompts_in_other_words_are_told(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As a run does, for the agent alone."""
+    worded = replace(ROW, prompt="Find out with <search>. Question: What is thing 7?")
+    check_rows([ROW, worded], runner(EmptyRetrieval(), method), 10_000)
+    names = [record.name for record in caplog.records]
+    assert names == (["search_r1.agent.worded"] if method == "agent" else [])
+
+
 @pytest.mark.parametrize("method", ["agent", "direct", "rag"])
 def test_line_32_questions_of_rows_make_no_control_tokens(method: str) -> None:
     """In messages, and in the plain texts of base models, also in the words of baselines."""
@@ -295,6 +316,19 @@ def test_line_32_questions_of_rows_make_no_control_tokens(method: str) -> None:
         asyncio.run(runner(finder([ROW]), method).run(Task(asked, 0), engine))
         assert "< eos> < pad>?" in engine.prompts[0]
         assert "<eos>" not in engine.prompts[0]
+
+
+@pytest.mark.parametrize("end", ["<eos>\n", "<|im_end|><eos>"])
+def test_a_rendered_prompt_is_asked_as_in_training(end: str) -> None:
+    """Control tokens behind the question of a text are meant, as a run and `infer` have them."""
+    asking, text = runner(finder([ROW])), f"Question: What is thing 7?{end}"
+    asked = replace(ROW, prompt=text)
+    prompt = asking.prompt(asked)
+    trained = render(neutral_row(asked, asking.row_strings), asking.tokenizer)
+    assert (prompt.ids, prompt.text) == (trained.ids, text)
+    engine = Reader()
+    asyncio.run(asking.run(Task(asked, 0), engine))
+    assert engine.prompts[0] == text
 
 
 def test_a_native_format_shows_its_tools_as_in_training() -> None:

@@ -14,6 +14,7 @@ from search_r1.inference.batch import (
     BatchQuestion,
     _open_output,
     answer_all,
+    check_rows,
     read_questions,
 )
 from search_r1.inference.dialogue import AgentSession
@@ -83,6 +84,18 @@ def test_rows_are_asked_as_they_stand(tmp_path: Path) -> None:
     assert line["answer"] == "4"
     asked = ByteTokenizer().decode(engine.requests[0].prompt_ids)
     assert asked.count("What is thing 4?") == 1
+
+
+def test_rows_with_other_tags_are_refused() -> None:
+    """As by a run; plain questions are worded by the agent, and too long rows fail alone."""
+    who = session(ScriptedEngine([]), limit=400)
+    text = "Search with <tool_call> query </tool_call>. Question: Who?"
+    fine = [BatchQuestion("q#0", text), BatchQuestion("q#1", "Who?", SHORT.user_prompt("Who?")),
+            BatchQuestion("q#2", "Who?", f"{text} {'long ' * 99}")]  # fmt: skip
+    check_rows(fine, who)
+    other = BatchQuestion("q#3", "Who?", ({"role": "user", "content": text},))
+    with pytest.raises(DataError, match=r"q#3: got .*<tool_call>.* fix: set template"):
+        check_rows([*fine, other], who)
 
 
 def test_a_text_file_has_a_question_a_line(tmp_path: Path) -> None:

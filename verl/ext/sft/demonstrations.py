@@ -1,12 +1,13 @@
 """Demonstrations for supervised fine-tuning: rows of dialogues become token sequences with masks.
 
-A row is `{"prompt": [chat messages], "segments": [{"origin": "policy"|"observation", "text": …}]}`.
+A row is `{"prompt": [chat messages], "segments": [{"origin": "policy"|"observation", "text": …}]}`,
+and may have `"tools": [JSON schemas]`, which the chat template writes into the prompt.
 Each segment is tokenised separately, as in a rollout, so that the mask is exact. A row that names
 its tokenizer, as `verl.ext.sft.rejection_sampling` writes them, contains the token ids of all
 segments including the prompt, and these are used unchanged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def load_demonstrations(
                 if "prompt" not in record and "messages" in record:
                     raise _Malformed("messages; their answers are segments")
                 row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
+                prompt = _prompt(row, _tools_of(record), tokenizer, max_length)
                 trajectory = _text_row(
-                    row, _segments_of(record), tokenizer, end_of_turn, max_length
+                    prompt, _segments_of(record), tokenizer, end_of_turn, max_length
                 )
         except (KeyError, TypeError, ValueError) as error:
             is_ours = isinstance(error, _Malformed)
@@ -96,6 +98,16 @@ def _segments_of(record: Mapping[str, Any]) -> list[Any]:
     return parts
 
 
+def _tools_of(record: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of the tools, also of a list that was saved as text; none without any."""
+    tools = record.get("tools") or []
+    if isinstance(tools, str):
+        tools = parse_structure(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _Malformed(f"tools {short_repr(record['tools'])}")
+    return tools
+
+
 def _ids(value: Any) -> tuple[int, ...]:
     """Return token ids; a text of digits or a fraction would be read as other ids."""
     if isinstance(value, str):
@@ -126,19 +138,27 @@ def _exact_row(uid: str, parts: Any, tokenizer: Tokenizer, end: str) -> Trajecto
     return Trajectory(prompt, segments, draw=Draw(uid))
 
 
-def _text_row(row: Row, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
+def _prompt(row: Row, tools: Sequence[Any], tokenizer: Tokenizer, limit: int) -> Prompt:
+    """Render the prompt of a row of text, with the tools that its dialogue was shown."""
+    if not row.prompt:
+        raise _Malformed("no valid prompt")
+    if ends_with_answer(row.prompt):
+        raise _Malformed("a prompt that ends with the assistant's message, which is a segment")
+    prompt = render(row, tokenizer, tools, limit)
+    names = [tool["function"]["name"] for tool in tools]
+    if any(name not in prompt.text for name in names):
+        raise _Malformed(f"tools that the chat template leaves out: {short_repr(names)}")
+    return prompt
+
+
+def _text_row(prompt: Prompt, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
     """Convert a row of text; `end` is appended to the last policy segment."""
     texts = [(ORIGINS[part["origin"]], part["text"]) for part in parts]
     if not all(isinstance(text, str) for _, text in texts):
         raise _Malformed("a text that is not a string")
     policy = [i for i, (origin, _) in enumerate(texts) if origin is Origin.POLICY]
-    if not row.prompt:
-        raise _Malformed("no valid prompt")
-    if ends_with_answer(row.prompt):
-        raise _Malformed("a prompt that ends with the assistant's message, which is a segment")
     if not any(texts[i][1] for i in policy):
         raise _Malformed("no policy text")
-    prompt = render(row, tokenizer, limit=limit)
     segments = [Segment(Origin.PROMPT, prompt.ids, prompt.text)]
     for index, (origin, text) in enumerate(texts):
         full_text = text + end if index == policy[-1] else text

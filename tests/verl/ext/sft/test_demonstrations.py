@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.core.agent.chat_templates import ChatTokenizer
 from tests.core.data.test_data import CountingTokenizer
 from tests.fakes import ByteTokenizer
 from verl.data.trajectories import TOKENIZER, fingerprint
@@ -66,6 +67,30 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
                   if row is ROW else {**row, "tokenizer": None} for row in rows]
                  ).to_parquet(table)  # fmt: skip
     assert [t.segments for t in load(table)] == [t.segments for t in load(lines)]
+
+
+@pytest.mark.parametrize("save", [list, json.dumps])
+def test_tools_are_written_into_the_prompt(save: Callable[[Any], Any], tmp_path: Path) -> None:
+    """By the chat template, whether they are a list or its text; an empty list is none."""
+    path, tokenizer = tmp_path / "d.jsonl", ChatTokenizer()
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    row = {**ROW, "prompt": [{"role": "user", "content": "Who?"}]}
+    path.write_text("\n".join(json.dumps(r) for r in ({**row, "tools": save(tools)}, row,
+                                                      {**row, "tools": []})))  # fmt: skip
+    shown, *plain = load_demonstrations(str(path), tokenizer, 1000)  # type: ignore[arg-type]
+    assert '"name": "look_up"' in shown.segments[0].text
+    assert plain[0].segments == plain[1].segments
+    assert plain[0].segments[0].text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("tools", ["look_up", [{"name": "look_up"}], ["look_up"],
+                                   [{"function": {"name": "look_up"}}]])  # fmt: skip
+def test_tools_that_cannot_be_shown_are_refused(tools: Any, tmp_path: Path) -> None:
+    """Other forms than schemas, and schemas that the tokenizer's template leaves out."""
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({**ROW, "tools": tools}))
+    with pytest.raises(DataError, match="row 0"):
+        load(path)
 
 
 def test_ids_saved_as_text_are_ids(tmp_path: Path) -> None:
