@@ -11,7 +11,7 @@ from search_r1.inference.dialogue import AgentSession, Reply, as_messages
 from search_r1.inference.opening import open_session
 from search_r1.inference.terminal import Terminal
 from verl.data.rows import Message
-from verl.errors import DataError, UserError
+from verl.errors import PromptTooLong, UserError
 
 HELP = "/new forgets the conversation, /quit ends; ctrl-c stops an answer"
 INPUT = "> "
@@ -31,7 +31,7 @@ class Conversation:
                 earlier = [message for pair in self._history for message in pair]
                 prompt = self.session.prompt(question, earlier)
                 break
-            except DataError:  # too long: drop the oldest question and answer
+            except PromptTooLong:  # drop the oldest question and answer
                 if not self._history:
                     raise
                 del self._history[0]

@@ -5,12 +5,15 @@ import io
 import signal
 from collections.abc import Iterable, Sequence
 
+import pytest
 from rich.console import Console
 
 from search_r1.inference.conversation import Conversation, talk
 from search_r1.inference.terminal import Terminal
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, session
+from verl.data.rows import Message
+from verl.errors import DataError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
@@ -47,6 +50,23 @@ def test_a_follow_up_sees_what_was_said_until_it_is_forgotten() -> None:
     worded = [SHORT.user_prompt(q) for q in ("First?", "Second?", "Third?")]
     assert prompts(engine) == [worded[0], f"First?\none\n{worded[1]}", worded[2]]
     assert [f"Answer: {a}" in shown for a in ("one", "two", "three")] == [True] * 3
+
+
+def test_a_prompt_that_is_refused_for_another_reason_forgets_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one that the chat template rejects: a shorter history would not help."""
+    talking = Conversation(session(ScriptedEngine(ANSWERS)))
+    terminal = Terminal(Console(file=io.StringIO()))
+    asyncio.run(talking.ask("First?", terminal))
+
+    def refuse(self: object, question: str, earlier: Sequence[Message]) -> None:
+        assert len(earlier) == 2
+        raise DataError("no such role")
+
+    monkeypatch.setattr(type(talking.session), "prompt", refuse)
+    with pytest.raises(DataError, match="no such role"):
+        asyncio.run(talking.ask("Second?", terminal))
 
 
 def test_the_oldest_turns_make_room() -> None:
