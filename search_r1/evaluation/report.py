@@ -169,7 +169,7 @@ def _interval(name: str, interval: Interval | None, sign: str = "") -> str:
     return f"[{_number(name, interval.low, sign)}, {_number(name, interval.high, sign)}]"
 
 
-NAMED_IN_LEGEND = ("model", "data", "retriever", "method", shown_tools.KEY)
+NAMED_IN_LEGEND = ("model", "data", "retriever", "method", shown_tools.ENTRY)
 """Parts of a manifest that every table names, that must be equal, or are in the template's hash."""
 WITHOUT_DOCUMENTS = ("empty", "random")
 """Control retrievers with which search utility is compared."""

@@ -12,7 +12,7 @@ import pytest
 from search_r1.datasets.command import build
 from search_r1.datasets.demonstrations import RightDialogue, demonstration
 from search_r1.evaluation.samples import FAILED, Sample
-from search_r1.evaluation.shown_tools import KEY
+from search_r1.evaluation.shown_tools import ENTRY
 from search_r1.evaluation.store import Store
 from tests.core.agent.chat_templates import ChatTokenizer
 from tests.datasets.collection import write_jsonl
@@ -95,7 +95,7 @@ def test_the_tools_of_a_chat_template_are_in_the_prompt(tmp_path: Path) -> None:
                    dialogue=(("prompt", asked.text), *SAID))  # fmt: skip
     schemas = format.schemas
     other = [{**schemas[0], "function": {**schemas[0]["function"], "name": "look_up"}}]
-    for number, (entry, tools) in enumerate([({}, schemas), ({KEY: json.dumps(other)}, other)]):
+    for number, (entry, tools) in enumerate([({}, schemas), ({ENTRY: json.dumps(other)}, other)]):
         changes: Any = {"template": {"name": "native", "sha256": "t"}, **entry}
         folder = evaluation(tmp_path / str(number), [right], **changes)
         (line,) = demonstrations(tmp_path, "--evaluations", folder)

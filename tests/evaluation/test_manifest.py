@@ -8,7 +8,7 @@ import pytest
 
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.evaluation.shown_tools import KEY, schemas_of
+from search_r1.evaluation.shown_tools import ENTRY, schemas_of
 from search_r1.evaluation.store import differences
 from search_r1.inference.building import run_config
 
@@ -107,7 +107,7 @@ def test_tools_that_a_chat_template_shows_are_recorded(
 ) -> None:
     """Their schemas, unless they are the default, so that older manifests stay equal."""
     found = manifest(world, **more)
-    assert (KEY in found) is (expected is not None)
+    assert (ENTRY in found) is (expected is not None)
     shown = [s["function"]["name"] for s in schemas_of(found)]
     is_native = found["template"]["name"] == "native"
     assert shown == (expected or ["search"] if is_native else [])

@@ -61,10 +61,9 @@ def load_demonstrations(
                 if "prompt" not in record and "messages" in record:
                     raise _Malformed("messages; their answers are segments")
                 row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
+                texts = _texts_of(_segments_of(record))
                 prompt = _prompt(row, _tools_of(record), tokenizer, max_length)
-                trajectory = _text_row(
-                    prompt, _segments_of(record), tokenizer, end_of_turn, max_length
-                )
+                trajectory = _text_row(prompt, texts, tokenizer, end_of_turn, max_length)
         except (KeyError, TypeError, ValueError) as error:
             is_ours = isinstance(error, _Malformed)
             got = shortened(error if is_ours else f"{type(error).__name__} {error}", MAX_QUOTE)
@@ -151,14 +150,21 @@ def _prompt(row: Row, tools: Sequence[Any], tokenizer: Tokenizer, limit: int) ->
     return prompt
 
 
-def _text_row(prompt: Prompt, parts: Any, tokenizer: Tokenizer, end: str, limit: int) -> Trajectory:
-    """Convert a row of text; `end` is appended to the last policy segment."""
+def _texts_of(parts: Sequence[Mapping[str, Any]]) -> list[tuple[Origin, str]]:
+    """Return origin and text of each segment, of which the policy wrote one at least."""
     texts = [(ORIGINS[part["origin"]], part["text"]) for part in parts]
     if not all(isinstance(text, str) for _, text in texts):
         raise _Malformed("a text that is not a string")
-    policy = [i for i, (origin, _) in enumerate(texts) if origin is Origin.POLICY]
-    if not any(texts[i][1] for i in policy):
+    if not any(text for origin, text in texts if origin is Origin.POLICY):
         raise _Malformed("no policy text")
+    return texts
+
+
+def _text_row(
+    prompt: Prompt, texts: Sequence[tuple[Origin, str]], tokenizer: Tokenizer, end: str, limit: int
+) -> Trajectory:
+    """Convert a row of text; `end` is appended to the last policy segment."""
+    policy = [i for i, (origin, _) in enumerate(texts) if origin is Origin.POLICY]
     segments = [Segment(Origin.PROMPT, prompt.ids, prompt.text)]
     for index, (origin, text) in enumerate(texts):
         full_text = text + end if index == policy[-1] else text
