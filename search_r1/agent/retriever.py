@@ -119,7 +119,12 @@ class ServedSearch(ServedTool, SearchTool):
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Yield the errors of the test requests, or else of documents for the run's questions."""
-        problems = list(super().preflight(seconds)) or list(self._mixture_problems())
+        from search_r1.agent.served_documents import mixture_problems  # noqa: PLC0415 - rows
+
+        if not (problems := list(super().preflight(seconds))):
+            addresses = read_urls(self.options.url)
+            served = {url: fingerprints_of(url, self.options) for url in addresses}
+            problems = list(mixture_problems(self.label, served))
         yield from problems
         if problems or self.config is None:
             return
@@ -130,27 +135,6 @@ class ServedSearch(ServedTool, SearchTool):
             yield error
         except SearchError as error:
             logger.warning("%s: not checked with questions of the run: %s", self.label, error)
-
-    def _mixture_problems(self) -> Iterator[ToolRefused]:
-        """Yield an error if addresses serve different corpora; warn of different indexes.
-
-        Any of them may answer any search. Those without `/info` are not compared.
-        """
-        served = {url: fingerprints_of(url, self.options) for url in read_urls(self.options.url)}
-        for part in sorted({part for parts in served.values() for part in parts}):
-            first, *others = [url for url, parts in served.items() if part in parts]
-            other = next((u for u in others if served[u][part] != served[first][part]), None)
-            if other is None:
-                continue
-            got = f"another {part} at {other} than at {first}"
-            expected = "the same, as any address may answer any search"
-            problem = explain(
-                f"retriever.url={self.label}", got, expected, "serve one index at each of them"
-            )
-            if part == "corpus":
-                yield ToolRefused(problem)
-            else:
-                logger.warning(problem)
 
     async def _examine(self, config: Config) -> list[str]:
         """Ask for documents for some of the run's questions; return what is odd about them."""

@@ -22,6 +22,8 @@ EMPTY_SHARE, BLANK_SHARE = "empty_result_share", "blank_result_share"
 ANSWER_SHARE = "answer_result_share"
 """Statistic of a dialogue: share of its searches whose documents hold an accepted answer."""
 SEARCHES, DOCUMENTS = "searches", "documents"
+ERROR = "Error: "
+"""Begins an observation that is no result but says what was wrong with a call."""
 
 
 class SearchTool(Tool):
@@ -74,6 +76,24 @@ class SearchTool(Tool):
 
     def settings(self) -> Mapping[str, Any]:
         return {"topk": self.options.topk}
+
+
+def documents_of(observation: Observation) -> tuple[Document, ...]:
+    """Return the passages that a search gave, best first; the message of an error is none.
+
+    Searches other than the built-in one, such as an environment's, give items without documents.
+    """
+    passages = (
+        item
+        for item in observation.items
+        if item.source is not None or item.id or item.title or not item.text.startswith(ERROR)
+    )
+    return tuple(
+        item.source
+        if isinstance(item.source, Document)
+        else Document.from_mapping({"id": item.id, "title": item.title, "text": item.text})
+        for item in passages
+    )
 
 
 def count_blank(documents: Sequence[Document]) -> int:

@@ -4,6 +4,7 @@ A server may answer, and still serve another corpus, empty passages, or the same
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from verl.config.data import MISSING, DataConfig
 from verl.data.records import BadRow
 from verl.data.rows import file_list, scan_rows
 from verl.errors import DataError, ToolRefused, explain
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 1024
 """Rows at the start of each question file that are looked at."""
@@ -85,6 +88,26 @@ def questions_of(data: DataConfig) -> list[Asked]:
 
 def _can_stand_in_documents(answer: str) -> bool:
     return answer.lower() not in IN_ANY_TEXT and len(answer.split()) <= MAX_ANSWER_WORDS
+
+
+def mixture_problems(label: str, served: Mapping[str, Mapping[str, str]]) -> Iterator[ToolRefused]:
+    """Yield an error if addresses serve different corpora; warn of different indexes and encoders.
+
+    Any of them may answer any search. `served`: their fingerprints, of which some may be unknown.
+    """
+    for part in sorted({part for parts in served.values() for part in parts}):
+        first, *others = [url for url, parts in served.items() if part in parts]
+        other = next((u for u in others if served[u][part] != served[first][part]), None)
+        if other is None:
+            continue
+        got = f"another {part} at {other} than at {first}"
+        expected = "the same, as any address may answer any search"
+        fix = "serve one index at each of them"
+        problem = explain(f"retriever.url={label}", got, expected, fix)
+        if part == "corpus":
+            yield ToolRefused(problem)
+        else:
+            logger.warning(problem)
 
 
 async def examine(

@@ -12,11 +12,11 @@ from search_r1.agent.documents_first import DocumentsFirst, known_question
 from search_r1.agent.generation import check_prompts
 from search_r1.agent.grammar import Grammar, spans_between, tag_pattern
 from search_r1.agent.question import question_of
-from search_r1.agent.search import holds_answer
+from search_r1.agent.search import documents_of, holds_answer
 from search_r1.evaluation.methods import Method, apply_method
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, SampleSearch
-from search_r1.inference.dialogue import documents_of, observed, query_of
+from search_r1.inference.dialogue import observed, query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import Normalize, normalize_answer
 from search_r1.scoring import reward_input

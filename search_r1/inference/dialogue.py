@@ -18,9 +18,6 @@ from verl.engine import RolloutEngine
 from verl.errors import PromptTooLong, explain
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
-ERROR = "Error: "
-"""Begins an observation that is no result but says what was wrong with a call."""
-
 
 @dataclass(frozen=True)
 class Search:
@@ -81,8 +78,7 @@ class Reply:
     @property
     def turns(self) -> list[str]:
         """The texts of the policy's non-empty turns."""
-        policy = (s for s in self.trajectory.segments if s.origin is Origin.POLICY)
-        return [segment.text for segment in policy if segment.ids]
+        return [s.text for s in self.trajectory.segments if s.origin is Origin.POLICY and s.ids]
 
     @property
     def sources(self) -> list[Source]:
@@ -163,6 +159,8 @@ class _ObservedEngine(RolloutEngine):
         """Record an answered tool call; searches are kept with their documents."""
         self._is_correction_due = False
         if call.tool == "search":
+            from search_r1.agent.search import documents_of  # noqa: PLC0415 - of the agent
+
             self.searches.append(Search(query_of(call), documents_of(observation)))
             self.listener.searched(self.searches[-1])
 
@@ -250,24 +248,6 @@ def query_of(call: ToolCall) -> str:
     """Return the query of a search call."""
     arguments = call.arguments
     return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
-
-
-def documents_of(observation: Observation) -> tuple[Document, ...]:
-    """Return the passages that a search gave, best first; the message of an error is none.
-
-    Searches other than the built-in one, such as an environment's, give items without documents.
-    """
-    passages = (
-        item
-        for item in observation.items
-        if item.source is not None or item.id or item.title or not item.text.startswith(ERROR)
-    )
-    return tuple(
-        item.source
-        if isinstance(item.source, Document)
-        else Document.from_mapping({"id": item.id, "title": item.title, "text": item.text})
-        for item in passages
-    )
 
 
 def as_messages(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:

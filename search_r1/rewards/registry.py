@@ -21,7 +21,6 @@ from search_r1.rewards.interface import (
     Rule,
 )
 from search_r1.rewards.judge.judge_options import JudgeOptions
-from search_r1.rewards.own import load_function
 
 OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
@@ -151,6 +150,8 @@ def build_reward(
 
 def _build_one(name: str, scores: RewardScores, judge: BatchRewardFn | None) -> BatchRewardFn:
     if ":" in name:
+        from search_r1.rewards.own import load_function  # noqa: PLC0415 by option
+
         return load_function(name)
     if name == LLM_JUDGE and judge is not None:
         return with_outcome(name, judge)

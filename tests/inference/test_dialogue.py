@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from search_r1.inference.dialogue import AgentSession, Reply, Source, as_messages, documents_of
+from search_r1.agent.search import documents_of
+from search_r1.inference.dialogue import AgentSession, Reply, Source, as_messages
 from search_r1.retrieval.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import (
