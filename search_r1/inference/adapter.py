@@ -11,7 +11,6 @@ from peft import PeftConfig, PeftModel
 from transformers import PretrainedConfig
 
 from search_r1.inference.adapter_folder import base_model_of
-from verl.adapter_base import check_base
 from verl.agent.settings import copy_settings
 from verl.model_files import (
     ModelProblem,
@@ -20,6 +19,7 @@ from verl.model_files import (
     quiet_transformers,
     summarise,
 )
+from verl.plugins import imported
 from verl.quantization import check_unquantized
 from verl.training.loading import load_causal_lm
 from verl.training.weights import copy_tokenizer
@@ -36,7 +36,7 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     fix = f"give --model the model that it was trained on: {named or 'not recorded'}"
     # The sum of a quantized model and an adapter is not what the adapter was trained with.
     check_unquantized("--model", str(base), PretrainedConfig.get_config_dict(base)[0])
-    check_base(subject, adapter, base, named)
+    imported("verl.ext.lora.base:check_base")(subject, adapter, base, named)
     lm = load_causal_lm(str(base), attention=None)
     with model_errors(str(base), "", subject, expected, fix), quiet_transformers():
         settings = PeftConfig.from_pretrained(str(adapter))

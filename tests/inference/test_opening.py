@@ -20,8 +20,8 @@ from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import open_session
 from tests.bad_models import bytes_of, entry, gone, text, whole_model
-from verl.adapter_base import write_base
 from verl.errors import ConfigError, ModelError
+from verl.ext.lora.base import write_base
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
 

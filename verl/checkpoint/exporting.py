@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
-from verl.adapter_base import write_base
 from verl.agent.settings import SETTINGS_FILE, copy_settings, settings_of_options
 from verl.checkpoint.folders import (
     EXPECTED,
@@ -86,6 +85,7 @@ def export(
         if adapter_only and record is not None:
             adapter = _read_adapter(step_dir, record, base)
             adapter.write(part)
+            write_base = imported("verl.ext.lora.base:write_base")
             write_base(part, str(adapter.config.base_model_name_or_path))
         else:
             _write_model(step_dir, part, record, base, dtype)

@@ -6,6 +6,10 @@ from typing import Any
 from verl.config.option import option
 
 BY_SCORE = "by_score"
+OTHER_ROWS_FIX = (
+    "resume with the data, lengths, chat template and data.train_batch_size of the checkpoint; to "
+    "begin with the first of other rows: trainer.resume_anyway=[data]"
+)
 MISSING = "???"
 """Marks an option without a default, as omegaconf does, whose import takes 0.1 s."""
 

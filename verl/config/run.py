@@ -47,6 +47,11 @@ class Config(DialogueOptions):
         return self.data.rollouts is None
 
     @property
+    def accepts_other_rows(self) -> bool:
+        """Whether a resumed run may have other training rows than the checkpoint's."""
+        return "data" in self.trainer.resume_anyway
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether KL to the reference is subtracted from the reward (and is not in the loss)."""
         return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0

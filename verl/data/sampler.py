@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.config.data import BY_SCORE
+from verl.config.data import BY_SCORE, OTHER_ROWS_FIX
 from verl.errors import ConfigError, explain
 
 if TYPE_CHECKING:
@@ -21,12 +21,6 @@ SAMPLERS = {
     BY_SCORE: "verl.ext.score_memory:ScoreSampler",
 }
 """What is called with the options of a run and its prompts, by name."""
-
-
-OTHER_ROWS_FIX = (
-    "resume with the data, lengths, chat template and data.train_batch_size of the checkpoint; to "
-    "begin with the first of other rows: trainer.resume_anyway=[data]"
-)
 
 
 class Sampler(ABC):
@@ -121,8 +115,7 @@ def starts_over(config: Config, state: Mapping[str, Any], num_rows: int) -> bool
 
     Then it means nothing here: the order begins anew, without the rows that were drawn before.
     """
-    is_accepted = "data" in config.trainer.resume_anyway
-    return is_accepted and state.get("num_rows", num_rows) != num_rows
+    return config.accepts_other_rows and state.get("num_rows", num_rows) != num_rows
 
 
 def num_batches(num_rows: int, batch_size: int, num_epochs: int) -> int:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.sampler import OTHER_ROWS_FIX, Sampler
+from verl.config.data import OTHER_ROWS_FIX
+from verl.data.sampler import Sampler
 from verl.errors import DataError, explain
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.adapter_base import write_base
 from verl.config import AdapterConfig, Config
 from verl.config.policy import BlocksConfig
 from verl.errors import ConfigError, UserError
 from verl.ext.lora.adapter import record_of_peft_config
+from verl.ext.lora.base import write_base
 from verl.ext.lora.choice import engine_takes_adapter
 from verl.ext.lora.model import (
     Role,

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from verl.adapter_base import check_base, write_base
 from verl.agent.settings import copy_settings
 from verl.batch import TokenBatch
 from verl.checkpoint.exporting import whole_folder
@@ -132,7 +131,7 @@ def save(config: SftConfig, model: FsdpModel, model_config: Any, part: Path | No
         folder = None if part is None else part / "adapter"
         imported("verl.ext.lora.model:write_adapter")(model, folder)
         if folder is not None:
-            write_base(folder, config.model_path)
+            imported("verl.ext.lora.base:write_base")(folder, config.model_path)
     named = model.policy_weights(config.save_dtype)
     if part is None:
         deque(named, maxlen=0)
@@ -160,6 +159,7 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
         check_family(check_model("model_path", config.model_path), "model_path")
         if config.adapter_path:
             start, base = Path(config.adapter_path), Path(config.model_path)
+            check_base = imported("verl.ext.lora.base:check_base")
             check_base(f"adapter_path={start}", start, base, "")
     else:  # a hub name: its weights are downloaded later
         with model_errors(config.model_path, "config.json", "model_path"):

@@ -21,11 +21,11 @@ from tests.core.batches import make_batch
 from tests.verl.ext.lora import lora_bodies
 from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import VOCAB, run_ranks, save_tiny
-from verl.adapter_base import BASE_FILE
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
+from verl.ext.lora.base import BASE_FILE
 from verl.ext.lora.model import (
     AdaptedModel,
     Role,

@@ -20,9 +20,9 @@ from transformers import (
 
 from example.tiny import tiny_llama
 from tests.bad_models import BAD, whole_model
-from verl.adapter_base import BASE_FILE
 from verl.batch import TokenBatch
 from verl.errors import ConfigError, DataError, ModelError
+from verl.ext.lora.base import BASE_FILE
 from verl.ext.sft import run as sft
 from verl.ext.sft import trainer
 from verl.ext.sft.demonstrations import load_demonstrations

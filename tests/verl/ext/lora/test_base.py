@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.adapter_base import BASE_FILE, check_base, write_base
 from verl.errors import ModelError
+from verl.ext.lora.base import BASE_FILE, check_base, write_base
 from verl.model_files import are_other_weights, weights_fingerprint
 
 
