@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.rewards.registry import load_function
+from search_r1.rewards.own import load_function
 from verl import plugins
 from verl.errors import ConfigError, ToolError
 
